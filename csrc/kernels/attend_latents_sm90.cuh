@@ -4,16 +4,17 @@
 // that the product left, and adds their values to its own sums (attend/fragments.cuh and attend/value_codecs.cuh have
 // the arithmetic).
 //
-// One block per multiprocessor. One warp finds tokens, one copies tiles of them, two make the basis of the next unit;
-// the other warpgroups consume, each its own tiles. The tiles of all units (sequence and kv head) form one line that is
-// cut into equal runs, one per block: no second wave. Each consumer leaves one partial result per unit it meets.
+// One block per multiprocessor. One warp finds tokens, one copies tiles of them, two prepare the basis of the next
+// unit; the other warpgroups are consumers, each with its own tiles. The tiles of all units (sequence and kv head) form
+// one line that is split into equal runs, one per block: no second wave. Each consumer leaves one partial result per
+// unit that it processes.
 //
-// Between finder and copier is a ring of places of tokens, some tiles ahead of the copies: a chunk's number, its pages
-// and its rows are three memory latencies one after the other, which nobody else waits for then.
+// Between finder and copier is a ring of token places, some tiles ahead of the copies: a chunk's number, its pages and
+// its rows are three consecutive memory latencies, which no other warp has to wait for.
 //
-// A code becomes half by placing it in the mantissa of 1024, without a subtraction: the excess of a latent,
-// 1152 for a byte and 1032 for four bits, times the basis' column sums is subtracted together with the mean, in a
-// 16-rank product of its own.
+// A code becomes half by placing it in the mantissa of 1024, without a subtraction: the excess of a latent, 1152 for a
+// byte and 1032 for four bits, times the basis' column sums is subtracted together with the mean, in a separate 16-rank
+// product.
 #pragma once
 
 #include "attend_latents_sm90/consume.cuh"
@@ -47,13 +48,14 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(cons
     memory.run() = {begin / runs.tiles, begin, runs.begin(blockIdx.x + 1), runs.tiles};
   }
   __syncthreads();
-  const Run& run = memory.run(); // where it stays: registers are scarce
-  // The same in a warp's lanes, as the compiler is told by this: what follows may stay out of their registers.
+  const Run& run = memory.run(); // kept in shared memory, as registers are scarce
+  // Tells the compiler that this is uniform across a warp, so that what follows from it need not be in vector
+  // registers.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
     wait_for_launch_before();
-    let_next_launch_begin(); // the merge, where blocks have ended
+    let_next_launch_begin(); // the merge, on multiprocessors whose blocks have ended
     if (warp == 0)
       find_tokens<Shape>(in, run, memory);
     else if (warp == 1)
@@ -65,7 +67,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(cons
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     consume_latents<Shape>(in, call.to, runs, run, memory, warpgroup);
   }
-#endif // other passes have no wgmma, and no callers
+#endif // other compilation passes have no wgmma, and no callers
 }
 
 } // namespace shadowkv

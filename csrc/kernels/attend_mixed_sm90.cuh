@@ -1,5 +1,5 @@
-// Attention of one query per sequence over all sealed tokens, from latents of mixed widths and values of a codebook of
-// vectors (Shard's formats), for Hopper: split over the context, in two kernels.
+// Attention of one query per sequence over all sealed tokens, from latents of mixed widths and values coded by a vector
+// codebook (Shard's formats), for Hopper: split over the context, in two kernels.
 //
 // Keys are rebuilt by products of a warpgroup (wgmma) of latents in registers with the basis in shared memory. A block
 // has two kv heads of a sequence, so that latents, which are of all heads, are decoded half as often. It takes its share
@@ -8,7 +8,7 @@
 // or three warpgroups attend, a page each in turn, a warp to the same 16 tokens of 64 always.
 //
 // Two halves of each product of 64 x 64 x 192 take 1664 clocks of a multiprocessor's tensor cores for a page of two
-// heads, and read as much of shared memory as there is in 832; all else is to fit beside.
+// heads, and read as much shared memory as is possible in 832; everything else must fit alongside.
 #pragma once
 
 #include "attend_mixed_sm90/consume.cuh"
@@ -35,7 +35,8 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  // The same in a warp's lanes, as the compiler is told by this: what follows may stay out of their registers.
+  // Tells the compiler that this is uniform across a warp, so that what follows from it need not be in vector
+  // registers.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
@@ -48,13 +49,13 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
     fill_memory<Shape>(in, share, memory, threadIdx.x);
     MixedSums<Shape> sums[2]; // of two heads
     consume_pages<Shape>(share, memory, warpgroup, sums);
-    sync_threads(1, Shape::kFillThreads); // nothing of it is read any longer: results replace it
+    sync_threads(1, Shape::kFillThreads); // this memory is no longer read: results replace it
 #pragma unroll
     for (int head = 0; head < 2; ++head) leave_sums<Shape>(sums[head], memory.results(threadIdx.x / 32, head));
     sync_threads(1, Shape::kFillThreads);
     join_warps<Shape>(in, share, memory, to);
   }
-#endif // other passes have no wgmma, and no callers
+#endif // other compilation passes have no wgmma, and no callers
 }
 
 } // namespace shadowkv

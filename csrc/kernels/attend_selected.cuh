@@ -2,10 +2,10 @@
 // become keys (K = A B + mean), keys are RoPE-rotated, scored and weighed, and coded values are decoded, all between
 // the fragments of one tensor-core product and the next. Memory sees each latent and each code once per kv head.
 //
-// A block takes tiles of one sequence and kv head, each warp its own tiles with its own softmax. The basis slice of the
-// head lies in shared memory. A warp takes 32 tokens at a time where registers allow: with 16 the reads of the basis
+// A block takes tiles of one sequence and kv head; each warp has its own tiles and its own softmax. The basis slice of
+// the head is in shared memory. A warp takes 32 tokens at a time if registers allow: with 16, the reads of the basis
 // from shared memory, one per fragment and tile, would take longer than the products. A position's cos and sin are the
-// product of those of two tables: of the multiple of eight below it, in the second-level cache, and of the rest.
+// product of those from two tables: for the multiple of eight below it, in the L2 cache, and for the rest.
 #pragma once
 
 #include "attend/keys.cuh"
@@ -24,7 +24,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   const AttendTables<Shape> tables(shared, rank);
   const AttendTile<Shape> tile(shared, rank);
 
-  // The first tile's page names are on their way while the tables are filled.
+  // The first tile's page names are in flight while the tables are filled.
   TileWalk<Shape> walk(in, tile);
   const int64_t state = Shape::kLow ? in.states[batch] : 0;
   const int first = Shape::kLow ? int(in.first[batch]) : 0;
@@ -47,10 +47,10 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     WarpValues<Shape> values;
     values.load(in, tile);
     close_copy_group();
-    float log_weight[kTiles][2] = {}; // of tokens g, g + 8; on their way while the keys are made
+    float log_weight[kTiles][2] = {}; // of tokens g, g + 8; in flight while the keys are computed
     if (in.log_weight) {
       const float* const of_unit = in.log_weight + (int64_t(batch) * in.heads + head) * in.chunks;
-      const int token = (walk.tile - 2 * walk.stride) * kTokens + g; // the walk is two ahead
+      const int token = (walk.tile - 2 * walk.stride) * kTokens + g; // the walk is two tiles ahead
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i)
         log_weight[i / 2][i % 2] = __ldg(of_unit + min(token + 8 * i >> in.log_chunk, in.chunks - 1));

@@ -1,4 +1,4 @@
-// Copies of blocks of rows into rings of stages, boxes as products take them.
+// Copies of blocks of rows into rings of stages, in boxes as products read them.
 #pragma once
 
 #include "hopper.cuh"
@@ -6,7 +6,7 @@
 namespace shadowkv {
 
 constexpr int kBlock = 128;           // keys of a block, and queries of a tile
-constexpr int kBoxDims = 64;          // dimensions of a box: 128 bytes of each of 128 rows, what a swizzle spans
+constexpr int kBoxDims = 64;          // dimensions of a box: 128 bytes of each of 128 rows, the span of a swizzle
 constexpr int kBoxBytes = 128 * 128;
 
 // Starts the copy of 128 rows of a head.
@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, uint32_t to, u
     copy_box(map, to + box * kBoxBytes, full, box * kBoxDims, head, row);
 }
 
-// A place in a ring of stages, and the parity of the phase that it is in.
+// A place in a ring of stages, and the parity of its current phase.
 template <int kStages>
 struct Place {
   int slot = 0, parity = 0;

@@ -1,4 +1,4 @@
-// Scores of 64 queries and a block of keys, both in shared memory as copies leave them (wgmma.cuh says how they lie).
+// Scores of 64 queries and a block of keys, both in shared memory as copied (wgmma.cuh describes the layout).
 #pragma once
 
 #include "block_copies.cuh"
@@ -6,7 +6,7 @@
 
 namespace shadowkv {
 
-// Begins s = q k^T, in a group of its own.
+// Issues s = q k^T, in a separate group.
 template <class Element, int kDim>
 __device__ __forceinline__ void begin_scores(float (&s)[64], uint32_t queries, uint32_t keys) {
   const uint32_t a = swizzled_rows(queries), b = swizzled_rows(keys);

@@ -1,6 +1,6 @@
-// Launches that begin while the one before is running (programmatic dependent launches), where the GPU has them. What
-// keeps them right: such a kernel waits before it writes anything or reads what the launch before wrote, and lets the
-// next begin only after its own wait. So when a kernel begins, all launches but the last one before it are over.
+// Launches that begin while the previous one is running (programmatic dependent launches), on GPUs that have them. For
+// correctness, such a kernel waits before it writes anything or reads what the previous launch wrote, and lets the next
+// one begin only after its own wait. So when a kernel begins, all launches except the previous one are complete.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,9 +20,9 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 
-// Launches a kernel that calls wait_for_launch_before, with `bytes` of dynamic shared memory. It may begin early where
-// the code that runs was compiled with the wait: that for compute capability 9.0 (csrc/build_cuda.py). What runs on later
-// GPUs is made of PTX for 8.0.
+// Launches a kernel that calls wait_for_launch_before, with `bytes` of dynamic shared memory. It may begin early if the
+// code that runs was compiled with the wait, which is the code for compute capability 9.0 (csrc/build_cuda.py). Later
+// GPUs run code compiled from PTX for 8.0.
 template <typename... Params>
 cudaError_t launch_early(
     void (*kernel)(Params...), dim3 grid, dim3 block, int bytes, cudaStream_t stream, const Params&... params) {

@@ -1,13 +1,13 @@
-// Chunks of host memory through a buffer on the device. One block per sequence and kv head finds what the buffer lacks,
-// chooses the entries to evict and lists the copies; a small grid then reads all of them across the bus, whose
-// latency of microseconds needs about 100 KB in flight, not many multiprocessors.
+// Chunks of host memory through a buffer on the device. One block per sequence and kv head finds the missing chunks,
+// chooses the entries to evict and lists the copies; a small grid then reads all of them across the bus, whose latency
+// of microseconds requires about 100 KB in flight, but not many multiprocessors.
 //
-// Copies of short rows are put in the order of their addresses first, coarsely. A translation of an address serves 64 KiB
-// of host memory, however that was allocated: short rows at random, each in another 64 KiB, wait for them, 30 ns a row one
-// after the other, and meanwhile whatever else runs waits for its own. In order it is a third to half less, and buckets
-// of less than 32 MiB are no better (H200; 18,600 rows of 384 B in 3 GiB take 0.55 ms at random and 0.38 in order where
-// other kernels have had the L2 cache since, 0.42 and 0.20 where they have not; the bus takes 0.15). Rows of 2 KiB wait
-// for the bus: there the order saves nothing and takes 10 us.
+// Copies of short rows are first roughly ordered by address. An address translation covers 64 KiB of host memory,
+// however that was allocated: short rows in random order, each in a different 64 KiB, wait for translations, 30 ns per
+// row one after the other, and meanwhile other work waits for its own translations. Ordering takes a third to half less
+// time, and buckets of less than 32 MiB are no better (H200; 18,600 rows of 384 B in 3 GiB take 0.55 ms in random order
+// and 0.38 ordered if other kernels have used the L2 cache since, 0.42 and 0.20 if not; the bus takes 0.15). Rows of
+// 2 KiB are limited by the bus: for them, ordering saves nothing and takes 10 us.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +15,27 @@
 namespace shadowkv {
 
 constexpr int kFindThreads = 256;
-constexpr int kCopyThreads = 256;     // where misses are not in order
-constexpr int kOrderedThreads = 128;  // where they are
-constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has under way
-constexpr int kBuckets = 512;         // of addresses, in whose order short rows are copied
+constexpr int kCopyThreads = 256;     // if misses are not ordered
+constexpr int kOrderedThreads = 128;  // if they are
+constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has in flight
+constexpr int kBuckets = 512;         // of addresses, by which the copies of short rows are ordered
 constexpr int kSortBlocks = 16;
-constexpr int kMostEntries = 32767;   // of a slot and head, by their numbers' type
-constexpr uint32_t kOldest = 0xffff; // steps since an entry's last use; more count as that many
+constexpr int kMostEntries = 32767;   // per slot and head, limited by the type of their numbers
+constexpr uint32_t kOldest = 0xffff; // steps since an entry's last use, clamped to this
 
 struct alignas(16) Miss {
   const uint4* from;
   uint4* to;
 };
 
-// Of all misses of a call.
+// Counts over all misses of a call.
 struct MissCounts {
   uint32_t all;
   uint32_t of_bucket[kBuckets];
-  uint32_t placed[kBuckets]; // of a bucket's, so far
+  uint32_t placed[kBuckets]; // of a bucket so far
 };
 
-// Buckets follow each other, but where the last is followed by the first.
+// Buckets are consecutive, with the first following the last.
 __device__ __forceinline__ int bucket_of(const uint4* host, int bucket_bits) {
   return int((reinterpret_cast<uintptr_t>(host) >> bucket_bits) % kBuckets);
 }
@@ -54,14 +54,14 @@ struct FindMisses {
   int32_t* step;           // [slots, H]
   unsigned long long* counters;
   Miss* misses;            // [B H k]
-  MissCounts* counts;      // 0 before
+  MissCounts* counts;      // initially 0
   int64_t* entries;        // [B, H, k]
   int64_t row_bytes;
   int heads, k, capacity, chunks, chunks_of_page; // H, k, M, n, C
-  int bucket_bits;         // of an address within a bucket; all together hold about all pages. -1: in any order
+  int bucket_bits;         // of an address within a bucket; together the buckets cover about all pages. -1: unordered
 };
 
-// Ages of all entries, entries that make place, columns of `selected` that need one.
+// Ages of all entries, entries to evict, columns of `selected` that need one.
 __host__ __device__ constexpr int64_t find_misses_bytes(int64_t capacity, int64_t k) { return 2 * (capacity + 2 * k); }
 
 __global__ void clear_counts_kernel(MissCounts* counts) {
@@ -69,11 +69,11 @@ __global__ void clear_counts_kernel(MissCounts* counts) {
   for (int i = threadIdx.x; i < int(sizeof(MissCounts) / 4); i += blockDim.x) words[i] = 0;
 }
 
-// A sequence and head's part of the buffer, at the step that is being made.
+// The part of the buffer of a sequence and head, at the current step.
 struct BufferPart {
   int64_t state;  // its number among all
   int32_t* owner; // [M], the chunk of each entry, or below 0
-  int32_t* used;  // [M], the step that each was last selected in
+  int32_t* used;  // [M], the step in which each was last selected
   int16_t* entry; // [n], of each chunk, or below 0
   int32_t now;
 
@@ -85,14 +85,14 @@ struct BufferPart {
         now(p.step[state] + 1) {}
 };
 
-// What a block's threads count together.
+// Counts shared by a block's threads.
 struct FindCounts {
-  uint32_t older[16]; // by bit of an age: entries that are at least as old as was tried
+  uint32_t older[16]; // by bit of an age: entries that are at least as old as the tried age
   uint32_t misses, places, ties;
-  uint32_t list; // where the block's misses begin among all of the call
+  uint32_t list; // where the block's misses begin among all misses of the call
 };
 
-// Finds the entries of what is selected, which are of age 0 from here on, and lists the columns that have none.
+// Finds the entries of the selected chunks, which have age 0 from here on, and lists the columns without an entry.
 __device__ __forceinline__ void look_up_selected(
     const FindMisses& p, const BufferPart& part, const int64_t* selected, int64_t* entries, uint16_t* ages,
     uint16_t* columns, FindCounts& counts) {
@@ -109,9 +109,9 @@ __device__ __forceinline__ void look_up_selected(
   }
 }
 
-// Lists `need` entries (1 or more) that make place, the oldest. The greatest age that at least `need` entries have is
-// found bit by bit, and how many are older still. It is not 0, the age of what is selected now: all that is selected
-// fits.
+// Lists the `need` (1 or more) oldest entries, to be evicted. The greatest age that at least `need` entries reach is
+// found bit by bit, as is the number of entries that are older still. It is not 0, the age of what is selected now, as
+// all selected chunks fit.
 __device__ __forceinline__ void
 choose_places(const uint16_t* ages, int capacity, uint32_t need, uint16_t* places, FindCounts& counts) {
   uint32_t limit = 0, beyond = 0;
@@ -134,7 +134,7 @@ choose_places(const uint16_t* ages, int capacity, uint32_t need, uint16_t* place
   }
 }
 
-// Gives an entry to a chunk, and returns the copy that brings its row there.
+// Assigns an entry to a chunk, and returns the copy that fetches its row.
 __device__ __forceinline__ Miss
 replace_entry(const FindMisses& p, const BufferPart& part, const int64_t* pages, int64_t head, int place, int chunk) {
   const int old = part.owner[place];
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMis
   const int64_t row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
   const int64_t* selected = p.selected + int64_t(blockIdx.x) * p.k;
   int64_t* entries = p.entries + int64_t(blockIdx.x) * p.k;
-  if (selected[0] < 0) { // a row of padding, whose slot may be anyone's
+  if (selected[0] < 0) { // a padding row, whose slot may belong to any sequence
     for (int i = thread; i < p.k; i += kFindThreads) entries[i] = -1;
     return;
   }
@@ -188,13 +188,13 @@ __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMis
   }
 }
 
-// A counting sort by buckets; within one, misses come in any order. Every block adds up the counts for itself.
+// A counting sort by buckets; within a bucket, misses are in any order. Every block sums up the counts for itself.
 __global__ void __launch_bounds__(kBuckets)
     sort_misses_kernel(const Miss* misses, MissCounts* counts, int bucket_bits, Miss* sorted) {
   __shared__ uint32_t first[kBuckets], of_warps[kBuckets / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const uint32_t own = counts->of_bucket[thread];
-  uint32_t until = own; // of this warp's buckets up to this one, then of all
+  uint32_t until = own; // over this warp's buckets up to this one, then over all
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const uint32_t other = __shfl_up_sync(~0u, until, step);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kBuckets)
   }
 }
 
-// Not through the read-only path: an earlier kernel may have written the host's memory.
+// Not through the read-only path: an earlier kernel may have written to host memory.
 __device__ __forceinline__ uint4 load_host16(const uint4* p) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -222,8 +222,8 @@ __device__ __forceinline__ uint4 load_host16(const uint4* p) {
   return x;
 }
 
-// Read as what is first to leave the L2 cache: short rows in order come a fifth sooner while nothing else runs, as if
-// translations had more of the cache to stay in.
+// Loaded as first to be evicted from the L2 cache: ordered short rows arrive a fifth sooner while nothing else runs, as
+// if translations had more of the cache to stay in.
 __device__ __forceinline__ uint4 load_host16(const uint4* p, uint64_t first_out) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
@@ -232,9 +232,9 @@ __device__ __forceinline__ uint4 load_host16(const uint4* p, uint64_t first_out)
   return x;
 }
 
-// Warps take equal shares of all bytes, not rows: however short these are, as much is under way. On an H200 that is
-// 46 GB/s, as of any kernel, with 16 blocks as with 64, and not more with twice the loads or bulk copies. row: in 16
-// bytes.
+// Warps take equal shares of all bytes, not of rows: as much is in flight, however short rows are. On an H200 that
+// gives 46 GB/s, as for any kernel, with 16 blocks as with 64, and no more with twice the loads or with bulk copies.
+// row: in units of 16 bytes.
 template <bool kOrdered>
 __global__ void __launch_bounds__(kOrdered ? kOrderedThreads : kCopyThreads)
     copy_misses_kernel(const Miss* misses, const MissCounts* counts, uint32_t row) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kOrdered ? kOrderedThreads : kCopyThreads)
     uint4 *to[kCopyLoads], data[kCopyLoads];
 #pragma unroll
     for (int i = 0; i < kCopyLoads; ++i) {
-      const uint32_t at = min(first + 32 * i + lane, total - 1); // the end more than once, rather than branches
+      const uint32_t at = min(first + 32 * i + lane, total - 1); // repeats the end rather than branching
       const Miss miss = misses[at / row];
       from[i] = miss.from + at % row;
       to[i] = miss.to + at % row;

@@ -1,5 +1,5 @@
 // What kernels for Hopper share: barriers that count arrivals and bytes (mbarrier), copies of boxes of a tensor into
-// shared memory (TMA), and what goes around products of a warpgroup (wgmma).
+// shared memory (TMA), and what warpgroup products (wgmma) need around them.
 #pragma once
 
 #include "mma.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void arrive(uint32_t at) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at) : "memory");
 }
 
-// The same of threads that want to, without a branch: products need their warps whole.
+// The same for a subset of threads, without a branch: products need converged warps.
 __device__ __forceinline__ void arrive_if(bool wanted, uint32_t at) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 state;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
@@ -25,13 +25,13 @@ __device__ __forceinline__ void arrive_if(bool wanted, uint32_t at) {
       : "memory");
 }
 
-// Arrives, and makes the phase wait for so many bytes of copies too.
+// Arrives, and makes the phase wait for that many bytes of copies too.
 __device__ __forceinline__ void arrive_expecting(uint32_t at, int bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(at), "r"(bytes)
                : "memory");
 }
 
-// Arrives when this thread's copies of 16 or fewer bytes have.
+// Arrives once this thread's copies of 16 or fewer bytes have completed.
 __device__ __forceinline__ void arrive_with_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
 }
@@ -47,13 +47,13 @@ __device__ __forceinline__ void sync_threads(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// Counts for those who sync there, and goes on.
+// Arrives for the threads that sync there, without waiting.
 __device__ __forceinline__ void arrive_threads(int id, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// Starts the copy of a box that begins at (x, y, z), the innermost first; its bytes arrive at the barrier. What is
-// outside the tensor becomes zeros.
+// Starts the copy of a box at (x, y, z), innermost first; its bytes arrive at the barrier. Elements outside the tensor
+// become zeros.
 __device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, uint32_t barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -66,9 +66,9 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
-// Describes, to a product, a factor whose rows of 128 bytes lie one after the other, their 16-byte units swizzled by
-// the row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the upper, eight rows
-// are 1024 bytes apart from the next eight.
+// A product's descriptor of a factor whose rows of 128 bytes are contiguous, with 16-byte units swizzled by the row
+// modulo 8, at an address that is a multiple of 1024 bytes. This is the lower half; the upper half says that groups of
+// eight rows are 1024 bytes apart.
 __device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) { return (address & 0x3ffff) >> 4; }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// Joins partial results of attention whose tokens were split over thread blocks.
+// Merges partial results of attention whose tokens were split over thread blocks.
 #pragma once
 
 #include "constants.h"

@@ -1,9 +1,9 @@
-// Decode attention over pages, read where they lie: split-KV with an online softmax (FlashDecoding), in two kernels.
+// Decode attention over pages, read in place: split-KV with an online softmax (FlashDecoding), in two kernels.
 //
-// A block takes a share of the pages of one sequence and kv head, each of its four warps 16 tokens of every page. Keys
-// and values go from global memory straight into tensor-core fragments: the products may take the dimensions of a head
-// in any order, so a fragment is what 16-byte loads of whole sectors happen to bring, and shared memory is needed for
-// the end only. Rows may be of any kind in paged_rows.cuh.
+// A block takes a share of the pages of one sequence and kv head; each of its four warps takes 16 tokens of every page.
+// Keys and values go from global memory directly into tensor-core fragments: the products may take the dimensions of a
+// head in any order, so a fragment is whatever 16-byte loads of whole sectors return, and shared memory is only needed
+// at the end. Rows may be of any kind in paged_rows.cuh.
 #pragma once
 
 #include "constants.h"
@@ -14,7 +14,7 @@
 
 namespace shadowkv {
 
-constexpr int kPagedQueries = 8; // query heads of a block: columns of a product
+constexpr int kPagedQueries = 8; // query heads per block: columns of a product
 constexpr int kPagedWarps = kPage / kPagedTile;
 
 // Strides count elements, page strides elements between consecutive page names.
@@ -42,8 +42,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A warp's walk over the tiles of its pages that hold tokens: of every step-th page the 16 tokens from `first` on. A
-// lane keeps the name of one page in 32, and what tells which of its tokens are attended to.
+// A warp's walk over the tiles of its pages that hold tokens: the 16 tokens from `first` on of every step-th page. A
+// lane keeps the name of one page in 32, and what determines which of its tokens are attended to.
 template <typename Rows>
 struct PagedTiles {
   typename Rows::Tokens of;
@@ -53,8 +53,8 @@ struct PagedTiles {
   int64_t name, value_name;
   int kept;
   int64_t page, value_page; // of keys and of values
-  int tokens;      // up to the end of those of the tile, at most 16 of them its own; 0 after the last tile
-  int skipped = 0; // of them, which are not attended to; below 0 for none
+  int tokens;      // up to the end of the page's, of which at most 16 belong to the tile; 0 after the last tile
+  int skipped = 0; // leading tokens that are not attended to; below 0 for none
 
   __device__ __forceinline__ void advance() {
     while (left == 0 && next < entries) {
@@ -80,18 +80,18 @@ struct PagedTiles {
   }
 };
 
-// The row that is read for token i of a tile. Those that are not attended to are never read, one that is instead: they
-// may hold NaN, and masking then has to look at scores and weights only.
+// The row that is read for token i of a tile. Rows that are not attended to may hold NaN and are never read; one that
+// is attended to is read instead, so that masking only has to handle scores and weights.
 template <typename Rows>
 __device__ __forceinline__ int row_read(int i, int tokens, int skipped) {
   i = min(i, tokens - 1);
   return Rows::kSkipping ? max(i, skipped) : i;
 }
 
-// The keys or the values of a tile as a lane holds them.
+// A lane's part of the keys or values of a tile.
 template <typename Rows, int kDim>
 struct PagedKeys {
-  static constexpr int kUnits = kDim / 32; // of 8 dimensions, a lane and token
+  static constexpr int kUnits = kDim / 32; // of 8 dimensions, per lane and token
   typename Rows::Unit unit[2][kUnits];
 
   // Lane (g, t) takes tokens g and g + 8, units t, t + 4, … of each.
@@ -108,10 +108,10 @@ struct PagedKeys {
 // kSpan: dimensions that are held at a time.
 template <typename Rows, int kDim, int kSpan>
 struct PagedValues {
-  static constexpr int kWhole = kSpan / 64;                       // runs of 64 dimensions: 8 a lane
-  static constexpr bool kHalf = kSpan % 64 != 0;                  // and one of 32: 4 a lane
+  static constexpr int kWhole = kSpan / 64;                       // runs of 64 dimensions: 8 per lane
+  static constexpr bool kHalf = kSpan % 64 != 0;                  // and one of 32: 4 per lane
   static constexpr int kPairs = kSpan / 16;                          // pairs of dimensions of a lane
-  static constexpr int kInWord = 2 / sizeof(typename Rows::Element); // of them
+  static constexpr int kInWord = 2 / sizeof(typename Rows::Element); // pairs per word
   uint32_t word[4][kPairs / kInWord];
 
   // Lane (g, t) takes dimensions 8 g + 64 i of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
@@ -138,8 +138,8 @@ struct PagedValues {
     }
   }
 
-  // Pair j of the span as a fragment. The same dimension of two tokens makes a register: row g the lower one of the
-  // pair, row g + 8 the higher.
+  // Pair j of the span as a fragment. A register holds the same dimension of two tokens: row g the lower dimension of
+  // the pair, row g + 8 the higher one.
   __device__ __forceinline__ void fragment(int j, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -161,8 +161,8 @@ struct PagedValues {
   }
 };
 
-// Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: two products
-// with the two halves of a key's unit, and of each one half of the rows counts. Queries past the group are 0.
+// Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: there are
+// two products with the two halves of a key's unit, and half of the rows of each counts. Queries past the group are 0.
 template <typename Rows, int kDim>
 __device__ __forceinline__ void
 load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, int queries, int g, int t) {
@@ -173,7 +173,7 @@ load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, int q
   }
 }
 
-// The scores of a tile: queries x tokens, low[.][0, 1] and high[.][2, 3] add up to them.
+// The scores of a tile, queries x tokens: the sums of low[.][0, 1] and high[.][2, 3].
 template <typename Rows, int kDim>
 __device__ __forceinline__ void score_tile(
     const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kDim / 32][4], float (&low)[2][4], float (&high)[2][4]) {
@@ -187,11 +187,11 @@ __device__ __forceinline__ void score_tile(
     }
 }
 
-// Of query g, what a lane has found so far: the largest score, the sum over the lane's own tokens.
+// A lane's results for query g so far: the largest score, the sum over the lane's own tokens.
 struct PagedPeak {
   float peak = -INFINITY, sum = 0.0f;
 
-  // Makes a tile's scores weights, and returns what sums so far shrink by.
+  // Turns a tile's scores into weights, and returns the factor by which sums so far shrink.
   __device__ __forceinline__ float weigh(float (&x)[4]) {
     // Every tile has a token, so the new peak is finite.
     const float new_peak = fmaxf(peak, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
@@ -204,8 +204,8 @@ struct PagedPeak {
   }
 };
 
-// A lane's scores of query g, times `scale`, of what score_tile leaves: of tokens 2t, 2t + 1, 2t + 8, 2t + 9 those from
-// `skipped` on and before `tokens`, -inf of the others.
+// A lane's scores of query g times `scale`, from the result of score_tile: of tokens 2t, 2t + 1, 2t + 8, 2t + 9, those
+// from `skipped` on and before `tokens`; -inf for the others.
 template <typename Rows>
 __device__ __forceinline__ void mask_scores(
     float (&x)[4], const float (&low)[2][4], const float (&high)[2][4], float scale, int tokens, int skipped, int t) {
@@ -217,13 +217,13 @@ __device__ __forceinline__ void mask_scores(
   }
 }
 
-// What a block's warps leave for each other.
+// What a block's warps exchange.
 template <int kDim>
 struct PagedShared {
   float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
   float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
 
-  // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), pairs as Values has them.
+  // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with pairs as in Values.
   template <typename Values>
   __device__ __forceinline__ void
   leave(const PagedPeak& of_query, const float (&acc)[kDim / 16][4], int warp, int g, int t) {
@@ -237,7 +237,7 @@ struct PagedShared {
   }
 };
 
-// Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
+// Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
 template <typename Rows, int kDim>
 __device__ __forceinline__ void join_paged_warps(
     const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t sequence, int head,
@@ -250,7 +250,7 @@ __device__ __forceinline__ void join_paged_warps(
     for (int w = 0; w < kPagedWarps; ++w) top = fmaxf(top, shared.peaks[w][query]);
 #pragma unroll
     for (int w = 0; w < kPagedWarps; ++w) {
-      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
+      // Without tokens a sum is 0, otherwise at least 1, or NaN, which must propagate.
       const float weight = shared.sums[w][query] == 0.0f ? 0.0f : exp2_fast(shared.peaks[w][query] - top);
       total += weight * shared.sums[w][query];
       y.x += weight * shared.accs[w][query][pair].x, y.y += weight * shared.accs[w][query][pair].y;
@@ -269,11 +269,11 @@ __device__ __forceinline__ void join_paged_warps(
   }
 }
 
-// Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
-// the others find in the second-level cache.
+// Grid: splits * query blocks, heads, batch. Query blocks of a split are neighbours, so that the others find in the L2
+// cache what the first one reads.
 //
-// kAhead: the next tile's keys travel while this tile's values are used, its values while the next keys are. That takes
-// registers for both at once, so heads of 256 do without, and take their values in two spans.
+// kAhead: the next tile's keys are in flight while this tile's values are used, and its values while the next keys are
+// used. That takes registers for both at once, so heads of 256 do without, and load their values in two spans.
 template <typename Rows, int kDim, int kBlocks, bool kAhead>
 __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     paged_attention_kernel(const PagedInputs<Rows> in, const PagedOutputs to) {
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
   const int queries = min(kPagedQueries, in.group - first_query);
   const int64_t first_row = (sequence * in.heads + head) * in.group + first_query;
 
-  // A split takes every splits-th page: all splits of a sequence are equally long, however little of its row is used.
+  // A split takes every splits-th page: all splits of a sequence have equal length, however little of its row is used.
   PagedTiles<Rows> tiles = {
       in.rows.tokens(sequence), in.pages + sequence * in.pages_row, split, in.splits, in.entries, warp * kPagedTile};
   tiles.advance();

@@ -1,31 +1,31 @@
-// How the rows that paged_attention.cuh attends to are stored, and which tokens of a page are attended to.
+// How the rows of paged_attention.cuh are stored, and which tokens of a page are attended to.
 //
-// A kind of rows has the type of its elements and of eight of them as a lane loads them, `widen`, which makes them 16-bit
-// numbers that `multiply` takes, and `Tokens`, a sequence's tokens: a warp's lane keeps a number for each of its tiles,
-// of which `end` and `begin` are told.
+// A kind of rows has the types of its elements and of eight of them as loaded by a lane, `widen`, which converts them
+// to 16-bit numbers for `multiply`, and `Tokens`, a sequence's tokens: a warp's lane keeps a number for each of its
+// tiles, which determines `end` and `begin`.
 #pragma once
 
 #include "mma.cuh"
 
 namespace shadowkv {
 
-constexpr int kPagedTile = 16; // tokens that a warp takes at a time
+constexpr int kPagedTile = 16; // tokens that a warp processes at a time
 
-// bfloat16, as they are, in pages that hold any number of tokens from their start on.
+// Plain bfloat16, in pages that hold any number of tokens from their start on.
 struct BfloatRows {
   using Element = __nv_bfloat16;
   using Unit = uint4;
-  static constexpr bool kSkipping = false;      // tokens before the first
-  static constexpr bool kOwnValuePages = false; // a page table of the values
-  // Blocks that a multiprocessor holds of heads of 64, 96, 128 and 256 dimensions, and whether tiles of the last travel
-  // ahead.
+  static constexpr bool kSkipping = false;      // whether tokens before the first one are skipped
+  static constexpr bool kOwnValuePages = false; // whether values have a separate page table
+  // Blocks that a multiprocessor holds for heads of 64, 96, 128 and 256 dimensions, and whether tiles of the last are
+  // loaded ahead.
   static constexpr int kBlocks[] = {5, 4, 3, 2};
   static constexpr bool kWidestAhead = false;
 
   const int64_t* counts; // [batch, entries]
   int64_t counts_row;
 
-  // What is kept of a tile is its count of tokens; those past 16 are not its own.
+  // The number kept for a tile is its count of tokens; tokens past 16 are not its own.
   struct Tokens {
     static constexpr int kNone = 0;
     const int64_t* counts;
@@ -47,14 +47,14 @@ struct BfloatRows {
   }
 };
 
-// Two e4m3 numbers, in the lower half of x, as float16: exactly. Older GPUs, which have no instruction for it, read NaN
+// Two e4m3 numbers in the lower half of x as float16, exactly. Older GPUs, which have no instruction for it, read NaN
 // as 480.
 __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t x) {
   uint32_t y;
 #if __CUDA_ARCH__ >= 890
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(uint16_t(x)));
 #else
-  // In the upper bytes of two halves exponents are a bit too high, and their bias is smaller by 8.
+  // In the upper bytes of two halves, exponents are one bit too high, and their bias is smaller by 8.
   const uint32_t wide = __byte_perm(x, 0, 0x1404);
   y = select_bits<0x80008000>(wide, wide >> 1 & 0x3f803f80);
   const __half2 scaled = __hmul2(half2_of(y), __float2half2_rn(256.0f));
@@ -63,8 +63,7 @@ __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t x) {
   return y;
 }
 
-// Bytes that are 8-bit floats (e4m3), in units of a scale of each kv head that a row's state has; tokens of a row from
-// any of them on.
+// 8-bit floats (e4m3), in units of a scale per kv head from a row's state; a row's tokens may start anywhere.
 struct Fp8Rows {
   using Element = uint8_t;
   using Unit = uint2;
@@ -80,7 +79,7 @@ struct Fp8Rows {
   const int64_t *k_state, *v_state; // [batch]
   int64_t k_scale_row, v_scale_row;
 
-  // What is kept of a tile is its first token.
+  // The number kept for a tile is its first token.
   struct Tokens {
     static constexpr int kNone = 1 << 30;
     const int64_t* value_pages;

@@ -1,6 +1,6 @@
-// The largest of 16-bit floats by a thread block of 8, 16 or 32 warps. Two digits of 11 and 5 bits of integers that
-// have the floats' order: the first is counted where the values are made, and only values that share the threshold's
-// are looked at again. Bit sets make the result ascending.
+// The largest of 16-bit floats by a thread block of 8, 16 or 32 warps. Two digits of 11 and 5 bits of integers that are
+// ordered like the floats: the first digit is counted where the values are computed, and only values that share the
+// threshold's first digit are examined again. Bit sets make the result ascending.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,7 +20,7 @@ struct RadixShared {
   uint32_t bin, above;
 };
 
-// Two halves as integers of the same order; -0 as 0.
+// Two halves as integers in the same order; -0 as 0.
 __device__ __forceinline__ uint32_t ordered2(uint32_t x) {
   const __half2 positive = __hadd2(*reinterpret_cast<const __half2*>(&x), __half2{});
   const uint32_t y = *reinterpret_cast<const uint32_t*>(&positive);
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t scan_warp(uint32_t x) {
   return x;
 }
 
-// x[n] becomes the sum over the threads before this one, total[n] that over all.
+// x[n] becomes the sum over the threads before this one, total[n] the sum over all.
 template <int kCount>
 __device__ __forceinline__ void scan_block(RadixShared& shared, uint32_t (&x)[kCount], uint32_t (&total)[kCount]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void scan_block(RadixShared& shared, uint32_t (&x)[kC
   __syncthreads();
 }
 
-// Finds the bin of the `wanted`-th largest value, and clears the counts. False where there are no more values.
+// Finds the bin of the `wanted`-th largest value, and clears the counts. False if there are not that many values.
 __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
   const int own = kFirstBins / blockDim.x;
   uint32_t* bins = shared.first + kFirstBins - own * (threadIdx.x + 1); // a thread's, the first thread's on top
@@ -103,12 +103,12 @@ __device__ __forceinline__ uint8_t bits_of(const uint32_t (&masks)[4]) {
   return uint8_t((low | high) * 0x01010101 >> 24);
 }
 
-// Bit sets of 8 `groups` values, in whole words: those that are above a range, and those in it.
+// Bit sets of 8 `groups` values, in whole words: values above a range, and values in it.
 struct Candidates {
   uint32_t *above, *alike;
   int words;
 
-  // Leaves in the sets which values are above the halves `most`, and which of the others are not below `least`.
+  // Stores in the sets which values are above the halves `most`, and which of the others are not below `least`.
   __device__ __forceinline__ void compare(const uint4* values, int groups, __half2 least, __half2 most) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 4 * words; i += blockDim.x) {
@@ -128,7 +128,7 @@ struct Candidates {
   }
 };
 
-// What a thread has of the bit sets: words of its own. Numbers of values are theirs among all.
+// A thread's words of the bit sets. Numbers of values count all values.
 struct OwnCandidates {
   const uint4* values;
   Candidates of;
@@ -142,8 +142,8 @@ struct OwnCandidates {
     return ordered2(reinterpret_cast<const uint16_t*>(values)[number]) & 31;
   }
 
-  // Finds the second digit of the `wanted`-th largest of the block's alike values; returns how many values of that
-  // digit are wanted. With a barrier inside.
+  // Finds the second digit of the `wanted`-th largest of the block's values with the same first digit; returns how many
+  // values with that digit are wanted. Contains a barrier.
   __device__ __forceinline__ uint32_t find_digit(RadixShared& shared, uint32_t wanted, uint32_t& digit) const {
 #pragma unroll 1
     for (int word = begin; word < end; ++word)
@@ -158,8 +158,8 @@ struct OwnCandidates {
     return wanted - __shfl_sync(~0u, inclusive - here, first);
   }
 
-  // Makes the sets those of values above the threshold and of values equal to it, which has this second digit; counts
-  // both.
+  // Changes the sets to those of values above the threshold and of values equal to it, where the threshold has this
+  // second digit; counts both.
   __device__ __forceinline__ void split_at(uint32_t digit, uint32_t (&count)[2]) const {
 #pragma unroll 1
     for (int word = begin; word < end; ++word) {
@@ -175,7 +175,7 @@ struct OwnCandidates {
     }
   }
 
-  // Calls use(place, number) for values above the threshold and the first `equal` of the block that equal it. `before`:
+  // Calls use(place, number) for values above the threshold and the block's first `equal` values equal to it. `before`:
   // how many there are before the thread's own.
   template <typename Use>
   __device__ __forceinline__ void take(uint32_t (&before)[2], uint32_t equal, Use use) const {
@@ -195,10 +195,10 @@ struct OwnCandidates {
   }
 };
 
-// Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, places being
-// theirs in ascending order; returns how many there are. Of equal values the first are taken, -inf never. shared.first
-// has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words.
-// For all threads of the block, with barriers before and after, of which the last leaves what `use` wrote to be read.
+// Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, where places are
+// in ascending order of numbers; returns how many there are. Among equal values the first are taken, -inf never.
+// shared.first has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole
+// words. For all threads of the block, with barriers before and after; the last makes what `use` wrote readable.
 template <typename Use>
 __device__ __forceinline__ uint32_t
 select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wanted, uint32_t* bits, Use use) {

@@ -1,8 +1,8 @@
 // Scores of blocks of 128 keys for Hopper: log2 of the sums of exponentials of sampled queries.
 //
-// One thread block per multiprocessor, which takes one span of blocks after another, each for two parts of 128 queries:
-// keys pass from the second-level cache once for both. Three warps gather queries and one copies keys into rings of
-// stages (fetch.cuh); four warpgroups multiply and sum (consume.cuh, exponentials.cuh).
+// One thread block per multiprocessor takes one span of blocks after another, each for two parts of 128 queries: keys
+// are read from the L2 cache once for both. Three warps gather queries and one copies keys into rings of stages
+// (fetch.cuh); four warpgroups multiply and sum (consume.cuh, exponentials.cuh).
 #pragma once
 
 #include "score_blocks_sm90/consume.cuh"
@@ -20,7 +20,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void score_blocks_kernel(const 
     prefetch_map(call.k);
   }
   __syncthreads();
-  // The same in a warp's lanes, as the compiler is told by this.
+  // Tells the compiler that this is uniform across a warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
@@ -32,7 +32,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void score_blocks_kernel(const 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     score_spans<Shape>(call, memory, warpgroup);
   }
-#endif // other passes have no wgmma, and no callers
+#endif // other compilation passes have no wgmma, and no callers
 }
 
 } // namespace shadowkv

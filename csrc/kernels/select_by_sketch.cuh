@@ -1,10 +1,10 @@
-// Selection by a 2-bit key sketch in two levels and three launches: a block a row and kv head finds the runs with the
-// best signs, warps all over the GPU score the tokens of those by int8 tensor cores, and a block a row and head chooses
-// the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that warps score: with a
-// block for all of a row and head, in one launch, 288 of them took 114 us where 256 took 75. So as many blocks score as
-// are resident, each warp a slice of some row's kept runs after another: it copies 4 runs at a time to shared memory, a
-// lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them. Runs and chunks are
-// sampled where they are found, from values that are in shared memory then.
+// Selection by a 2-bit key sketch in two levels and three launches: one block per row and kv head finds the runs with
+// the best sign scores, warps all over the GPU score the tokens of those by int8 tensor cores, and one block per row
+// and head chooses the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that
+// warps score: with one block per row and head, in a single launch, 288 of them took 114 us while 256 took 75. So only
+// as many blocks score as are resident, with each warp taking one slice of some row's kept runs after another: it
+// copies 4 runs at a time to shared memory, one token per lane, two copies ahead and across slices, and ldmatrix turns
+// them into fragments. Runs and chunks are sampled where they are found, from values that are in shared memory then.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace shadowkv {
 
-// A row's block has 16 warps where multiprocessors hold all of these blocks at once, or 8.
+// A row's block has 16 warps if multiprocessors can hold all of these blocks at once, otherwise 8.
 inline bool is_few(int64_t rows, int processors) { return rows <= kFewBlocks * processors; }
 
 template <int kThreads>

@@ -1,7 +1,7 @@
-// Ragged top-k of softmax shares, one block a row: scores become integers of the same order in shared memory while
+// Ragged top-k of softmax shares, one block per row: scores become integers in the same order in shared memory while
 // their histogram is counted; the digits of the k-th largest follow from it, and only the few chunks that share its
-// first digit are looked at again. Bit sets make the result ascending and the same in every run. Fetching logits into
-// the second-level cache in advance made it slower.
+// first digit are examined again. Bit sets make the result ascending and deterministic. Prefetching logits into the L2
+// cache made it slower.
 #pragma once
 
 #include <cfloat>
@@ -13,13 +13,13 @@ namespace shadowkv {
 constexpr int kSelectGroup = 32;  // most query heads of a kv head
 constexpr int kDigitBits = 11;    // keys of 32 bits are digits of 11, 11 and 10 bits
 constexpr int kBins = 1 << kDigitBits;
-constexpr int kListed = 1024;     // chunks that can be told apart without going through all of them again
+constexpr int kListed = 1024;     // chunks that can be ranked without another pass over all chunks
 
 struct SelectTopChunks {
   const float* logits;   // [rows, G, n]
   const float* lse;      // [rows, G, T]
   const int64_t* budget; // [B]
-  uint32_t* workspace;   // [rows, keys and bit sets] where they do not fit in shared memory, otherwise null
+  uint32_t* workspace;   // [rows, keys and bit sets] if they do not fit in shared memory, otherwise null
   int64_t* selected;     // [rows, k]
   int heads, group, chunks, parts, k;
 };
@@ -27,9 +27,9 @@ struct SelectTopChunks {
 __host__ __device__ constexpr int64_t select_words(int64_t chunks) { return (chunks + 31) / 32 * 34; }
 
 // An integer that grows with the score; 0 only for what may not be selected. Scores are logarithms of shares, most of
-// them between -20 and -5: with floats' own bits, nearly all would begin with the same few digits, and atomics on one
-// bin wait for each other. Down to -128 a key is a fixed-point number instead, exact but for 2**-24; scores below
-// that, where softmax leaves nothing to select by in float32, keep their order as floats.
+// them between -20 and -5: as float bits, nearly all would begin with the same few digits, and atomics on one bin are
+// serialised. Down to -128, a key is a fixed-point number instead, exact to 2**-24; scores below that, whose softmax is
+// 0 in float32, keep their order as floats.
 __device__ __forceinline__ uint32_t rank_key(float score) {
   if (!(fabsf(score) <= FLT_MAX)) return 0;
   const float depth = fmaxf(-score, 0.f);
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t rank_key(float score) {
   return 0x7fffffffu - (__float_as_uint(depth) - __float_as_uint(128.f));
 }
 
-// Sum of x over the threads before this one; `total` that over all. Ends with the scratch free to be used again.
+// Sum of x over the threads before this one; `total` is the sum over all. The scratch is free for reuse at the end.
 template <int kWarps>
 __device__ __forceinline__ uint32_t scan_block(uint32_t x, uint32_t* scratch, uint32_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -74,8 +74,8 @@ struct SelectShared {
   uint32_t num_listed, bin, above, inside;
 };
 
-// Finds the bin of the `need`-th largest key in the histogram, clears that and returns how many keys it counted. Leaves
-// in shared memory the bin and how many keys lie above and inside it, unless there are fewer than `need`.
+// Finds the bin of the `need`-th largest key in the histogram, clears the histogram and returns how many keys it
+// counted. Stores in shared memory the bin and how many keys are above and in it, unless there are fewer than `need`.
 template <int kThreads>
 __device__ __noinline__ uint32_t find_bin(SelectShared& shared, uint32_t need) {
   constexpr int kOwn = kBins / kThreads;
@@ -98,7 +98,7 @@ __device__ __noinline__ uint32_t find_bin(SelectShared& shared, uint32_t need) {
   return total;
 }
 
-// Logarithms of each head's softmax sum, of those of its parts.
+// Logarithms of each head's softmax sum, from those of its parts.
 template <int kThreads>
 __device__ __forceinline__ void find_norms(const SelectTopChunks& p, SelectShared& shared, int64_t row, int group) {
   const int lane = threadIdx.x % 32;
@@ -119,14 +119,14 @@ __device__ __forceinline__ void find_norms(const SelectTopChunks& p, SelectShare
   }
 }
 
-// Keys of a row's scores, zeros up to a multiple of 32, and how many there are of each first digit.
+// Keys of a row's scores, padded with zeros to a multiple of 32, and counts of their first digits.
 template <int kVector, int kThreads>
 __device__ __forceinline__ void make_keys(
     const SelectTopChunks& p, SelectShared& shared, uint32_t* keys, int64_t row, int group, int words) {
   constexpr int kShift = 32 - kDigitBits;
   const int thread = threadIdx.x;
   const float* logits = p.logits + row * group * p.chunks;
-#pragma unroll 2 // with the loads of both under way
+#pragma unroll 2 // with the loads of both in flight
   for (int i = thread * kVector; i < p.chunks; i += kThreads * kVector) {
     float best[kVector];
 #pragma unroll
@@ -156,14 +156,14 @@ __device__ __forceinline__ void make_keys(
 }
 
 // The k-th largest key, as far as it is known: its first digits, those from bit `shift` on. Of the keys that begin with
-// them, `need` are selected, and of larger ones all.
+// these digits, `need` are selected, and all larger keys.
 template <int kThreads>
 struct Threshold {
   SelectShared& shared;
   int shift = 32 - kDigitBits;
   uint32_t prefix = 0, need = 0;
 
-  // By one digit, of keys [count] of which `key_of` knows them.
+  // Refines it by one digit, over keys [count] given by `key_of`.
   template <class KeyOf>
   __device__ __forceinline__ void narrow(int count, KeyOf key_of) {
     const int next = max(0, shift - kDigitBits);
@@ -179,17 +179,17 @@ struct Threshold {
     need -= shared.above;
   }
 
-  // As far as all keys are needed for.
+  // The digits for which all keys are needed.
   __device__ __forceinline__ void find(const uint32_t* keys, int chunks, uint32_t budget) {
     if (find_bin<kThreads>(shared, budget) <= budget) {
-      shift = 0; // all of them: every key above 0
+      shift = 0; // select every key above 0
       return;
     }
     prefix = shared.bin, need = budget - shared.above;
     while (shift > 0 && shared.inside > kListed) narrow(chunks, [&](int i) { return keys[i]; });
   }
 
-  // Bit sets of what is larger than it and of what equals it.
+  // Bit sets of keys larger than it and keys equal to it.
   __device__ __forceinline__ void mark(const uint32_t* keys, uint32_t* above, uint32_t* equal, int words) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 4
@@ -211,7 +211,7 @@ struct Threshold {
   }
 };
 
-// Bits to numbers: a thread's words, after those of the threads before it. Of `equal`, so many.
+// Bits to numbers: a thread's words, after those of the threads before it. Of `equal`, that many.
 template <int kThreads>
 __device__ __forceinline__ void write_selected(
     SelectShared& shared, const uint32_t* above, const uint32_t* equal, int words, uint32_t need, int64_t* selected,
@@ -235,7 +235,7 @@ __device__ __forceinline__ void write_selected(
   for (int i = all_larger + min(all_alike, need) + threadIdx.x; i < k; i += kThreads) selected[i] = -1;
 }
 
-// kVector: chunks of a load, 4 where rows allow it. kHeads: query heads of a kv head, 0 if not known when compiled.
+// kVector: chunks per load, 4 if rows allow it. kHeads: query heads per kv head, 0 if not known at compile time.
 template <int kVector, int kHeads, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_kernel(const SelectTopChunks p) {
   extern __shared__ __align__(16) uint32_t row_memory[];

@@ -1,9 +1,9 @@
-// Scores of runs of 8 tokens by the signs of a 2-bit key sketch, with binary tensor cores. The sum over a token's
-// positive dimensions of a query in whole numbers is that of 4 popcounts of its sign word with the query's bit planes,
-// each times a power of 2: nothing is unpacked, and what is left to do per score is a chain of 4 multiply-adds. At head
-// dim 128 that is bound by memory: 17 bytes a token and head, which a warp copies in whole lines to shared memory ahead.
-// At head dim 64 instructions bound it: issuing such a multiplication takes the time of four others. Equal shares of all
-// pages for just as many blocks as are resident were slower than runs of 16 pages.
+// Scores of runs of 8 tokens by the signs of a 2-bit key sketch, with binary tensor cores. The sum of a query's whole
+// numbers over a token's positive dimensions is the sum of 4 popcounts of its sign word with the query's bit planes,
+// each times a power of 2: nothing is unpacked, and the remaining work per score is a chain of 4 multiply-adds. At head
+// dim 128 this is memory-bound: 17 bytes per token and head, which a warp copies in whole lines to shared memory ahead.
+// At head dim 64 it is instruction-bound: issuing such a multiplication takes the time of four other instructions.
+// Equal shares of all pages for only the resident blocks were slower than runs of 16 pages.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,10 +19,10 @@ namespace shadowkv {
 constexpr int kMostWarps = 8;     // heads of a block
 constexpr int kMostRunPages = 32; // a lane holds the name of one page
 
-// Queries as sketch_queries makes them.
+// Queries from sketch_queries.
 struct SignScores {
   const uint32_t* planes; // [B, H G, 4, W]
-  const float* unit;      // [B, H G], of which the whole numbers count sixteen
+  const float* unit;      // [B, H G]; the whole numbers count 16 of these
   const int* sum;         // [B, H G]
   const uint8_t *signs, *scale;
   uint32_t signs_stride, scale_stride; // from one page name to the next, in bytes
@@ -33,17 +33,17 @@ struct SignScores {
   int batch, heads, group, columns, run_pages;
 };
 
-// Counts of bits become floats without a conversion: as bits of a float, a small whole number n is n 2**-149. Scores
-// are kept times kFactor, among numbers of full precision.
+// Bit counts become floats without a conversion: as bits of a float, a small whole number n is n 2**-149. Scores are
+// multiplied by kFactor to stay among normal numbers.
 constexpr float kFactor = 0x1p-49f;
 
-// What makes a count its share in twice the sum over positive dimensions. The last plane is that of the sign.
+// The factor from a count to its share of twice the sum over positive dimensions. The last plane is the sign.
 __device__ constexpr float plane_weight(int plane) {
   return (plane == kQueryPlanes - 1 ? -1 : 1) * float(2 << plane) * 0x1p100f; // 2**100 2**-149 = kFactor
 }
 
-// Four pages of one head in a warp's shared memory: their signs, then their scales. Eight pieces of 16 bytes that
-// ldmatrix reads at a time, the same of each run of tokens, lie in different banks: piece i is at the place of piece
+// Four pages of one head in a warp's shared memory: their signs, then their scales. The eight 16-byte pieces that
+// ldmatrix reads at a time, the same for each run of tokens, are in different banks: piece i is at the place of piece
 // i ^ swizzle(run).
 template <int kWords>
 struct SignStage {
@@ -54,7 +54,7 @@ struct SignStage {
 
   static __device__ __forceinline__ int swizzle(int run) { return kWords == 2 ? run / 2 : run; }
 
-  // `from`: 16 bytes a lane after the page's first.
+  // `from`: 16 bytes per lane from the page's first byte on.
   static __device__ __forceinline__ void copy_signs(uint32_t stage, int page, const uint8_t* from, int lane) {
 #pragma unroll
     for (int m = 0; m < kPageBytes / 512; ++m) {
@@ -63,7 +63,7 @@ struct SignStage {
     }
   }
 
-  // 8 lanes copy the scales of each page. `from`: 8 bytes a lane after the page's first.
+  // 8 lanes copy the scales of each page. `from`: 8 bytes per lane from the page's first byte on.
   static __device__ __forceinline__ void copy_scales(uint32_t stage, const uint8_t* from, int lane) {
     copy8_async(stage + kPages * kPageBytes + lane * 8, from);
   }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(b), "r"(0));
 }
 
-// The same of 256 bits; a2: (g, t + 4) a3: (g + 8, t + 4); b1: (t + 4, g).
+// The same for 256 bits; a2: (g, t + 4) a3: (g + 8, t + 4); b1: (t + 4, g).
 __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%10,%10,%10};"
@@ -91,14 +91,14 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-// The copies of a warp, of its head's signs and scales of a run of pages, to stages that it uses in turn.
+// A warp's copies of its head's signs and scales for a run of pages, to stages that it uses in turn.
 template <int kWords>
 struct SignCopies {
   using Stage = SignStage<kWords>;
   int lane, steps;              // steps: four pages each, as many as hold tokens
-  uint32_t names;               // a lane's is that of one page: granules of 256 bytes, of which 31 bits make 512 GiB
+  uint32_t names;               // a lane's is that of one page: granules of 256 bytes, with 31 bits up to 512 GiB
   const uint8_t* stages;        // the warp's
-  const uint8_t *signs, *scale; // where the bytes begin that the lane copies first of a page of name 0
+  const uint8_t *signs, *scale; // the first bytes that the lane would copy from a page of name 0
   uint32_t signs_stride, scale_stride;
 
   // `pages`: names of the run, of which `valid` hold tokens.
@@ -115,7 +115,7 @@ struct SignCopies {
 
   __device__ __forceinline__ const uint8_t* stage(int slot) const { return stages + slot * Stage::kBytes; }
 
-  // Begins the copies of a step; after the last there are none, but a group all the same.
+  // Starts the copies of a step; after the last step there are none, but still a group.
   __device__ __forceinline__ void begin(int step, int slot) const {
     if (step < steps) {
       const uint32_t to = shared_address(stage(slot));
@@ -131,17 +131,17 @@ struct SignCopies {
   }
 };
 
-// The queries of a kv head as a lane holds them. Row g of a multiplication is a token of the g-th 8 of a page and row
-// g + 8 another of these, so that a lane ends with all their scores. Columns 2t and 2t + 1 of multiplication m are
-// planes 2m and 2m + 1 of query t of the group, of query t + 4 in the second of kSets; the last query stands in for
-// those that a group does not have. With 2 words a token, a row has two tokens of which the query faces one at a time.
+// A lane's part of the queries of a kv head. Row g of a multiplication is a token of the g-th 8 of a page and row g + 8
+// another of these, so that a lane ends up with all their scores. Columns 2t and 2t + 1 of multiplication m are planes
+// 2m and 2m + 1 of query t of the group, or of query t + 4 in the second of kSets; missing queries are replaced by the
+// last query. With 2 words per token, a row has two tokens, and the query is multiplied with one at a time.
 template <int kWords, int kSets>
 struct SignQueries {
   using Stage = SignStage<kWords>;
   static constexpr int kFaces = kWords == 4 ? 1 : 2; // words of a plane in a lane
   uint32_t b[kSets][kQueryPlanes / 2][kFaces];
   float minus_sum[kSets], unit[kSets]; // of query t of a set
-  int place;                           // in a page, of the first of the pieces that the lane names to ldmatrix
+  int place;                           // in a page, of the first piece whose address the lane gives to ldmatrix
 
   __device__ __forceinline__ SignQueries(const SignScores& p, int first_query) {
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
@@ -164,7 +164,7 @@ struct SignQueries {
     place = run * Stage::kRun + (piece ^ Stage::swizzle(run) % (Stage::kRun / 16)) * 16;
   }
 
-  // Scores of the i-th two tokens of a run with the lane's query of set s. `words`: what load_matrices left of the run.
+  // Scores of the i-th pair of tokens of a run with the lane's query of set s. `words`: the run from load_matrices.
   __device__ __forceinline__ void score_two(float (&score)[2], const uint32_t (&words)[4], int i, int s) const {
     score[0] = score[1] = minus_sum[s];
 #pragma unroll
@@ -210,8 +210,8 @@ struct SignQueries {
   }
 };
 
-// The largest over the lanes of a quad of scores of four pages, which `low` and `high` hold from the lowest bits on. A
-// lane ends with that of one page, 2 (t % 2) + t / 2, as a finite number.
+// The maximum over the lanes of a quad, for scores of four pages, which `low` and `high` hold from the lowest bits on.
+// A lane ends up with that of one page, 2 (t % 2) + t / 2, as a finite number.
 __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, int t) {
   const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
   __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
 #pragma unroll
   for (int i = 0; i + 1 < Stage::kCount; ++i) copies.begin(i, i);
 
-  // What is copied was there before the launch that makes the queries.
+  // What is copied was written before the launch that computes the queries.
   wait_for_launch_before();
   let_next_launch_begin();
   __half* scores = p.scores + (int64_t(row * p.heads + head) * p.columns + first_page) * 8;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
 #pragma unroll 1
   for (int step = 0; step < copies.steps; ++step) {
     wait_copy_groups<Stage::kCount - 2>();
-    __syncwarp(); // all lanes' copies are there, and all lanes are done with the stage that is filled next
+    __syncwarp(); // all lanes' copies have arrived, and all lanes are done with the stage to be filled next
     copies.begin(step + Stage::kCount - 1, slot == 0 ? Stage::kCount - 1 : slot - 1);
     const uint8_t* stage = copies.stage(slot);
     slot = slot + 1 == Stage::kCount ? 0 : slot + 1;

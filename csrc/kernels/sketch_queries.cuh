@@ -1,6 +1,6 @@
-// Queries as the kernels that search a key sketch take them: mapped, divided by the length that they had before, in
-// whole numbers of 8 bits by bytes, and in 4 bits by bits. A block makes the queries of one row and kv head, which share
-// a map; its bytes, 32 KiB at head dim 128, are under way while the launch before is still running.
+// Queries for the kernels that search a key sketch: mapped, divided by their original length, as 8-bit whole numbers in
+// bytes, and as 4-bit numbers in bit planes. A block computes the queries of one row and kv head, which share a map;
+// the map's bytes, 32 KiB at head dim 128, are in flight while the previous launch is still running.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +19,7 @@ struct SketchQueries {
   int64_t maps_stride;       // from one state to the next, in elements
   const int64_t* states;      // [rows]
   uint32_t* whole;           // [queries, 8, W]: byte b of row j, signed, is dimension j d/8 + b; bytes from d/8 on are 0
-  float* unit;               // [queries], what the whole numbers are multiples of
+  float* unit;               // [queries], the unit of the whole numbers
   int* sum;                  // [queries], of the whole numbers
   uint32_t* planes;          // [queries, 4, W]: bit j of byte b of row p is bit p of byte b of row j, in sixteenths
   int* plane_sum;            // [queries], of those
@@ -49,7 +49,7 @@ struct QueryMemory {
   static int bytes(int dim) { return 4 * (dim * kQueries + kQueries * kQueries * kParts * 32 * 4); }
 };
 
-// Four dimensions of a query in whole numbers, a byte each, and in sixteenths of these; adds up both.
+// Four dimensions of a query in whole numbers, a byte each, and in sixteenths of these; sums up both.
 struct RoundedFour {
   uint32_t whole = 0, sixteenths = 0;
 
@@ -63,8 +63,8 @@ struct RoundedFour {
     }
   }
 
-  // The four dimensions of all 8 rows as a word of a bit plane: of 8 lanes, which have a row each, lane j ends with
-  // plane j's, lanes beyond the planes with 0.
+  // The four dimensions of all 8 rows as a word of a bit plane: of 8 lanes with one row each, lane j ends up with the
+  // word of plane j, lanes beyond the planes with 0.
   __device__ __forceinline__ uint32_t plane_word(int lane) const {
     uint32_t bits = 0;
 #pragma unroll
@@ -78,7 +78,7 @@ struct RoundedFour {
   }
 };
 
-// Adds up what the warps' shares of the map have made of a query; returns the largest number of a lane's dimensions.
+// Sums up a query's results from the warps' shares of the map; returns the largest number of a lane's dimensions.
 template <int kQueries, int kParts>
 __device__ __forceinline__ float join_shares(float4 (&own)[kParts], const float4* sums, int query, int lane) {
   float top = 0;
@@ -95,8 +95,8 @@ __device__ __forceinline__ float join_shares(float4 (&own)[kParts], const float4
   return top;
 }
 
-// Rounds and writes a query, by a warp. own: its dimensions of a lane, mapped; top: the largest number of all of them;
-// square: that of its length before.
+// Rounds and writes a query, by a warp. own: a lane's mapped dimensions; top: the largest of all dimensions; square:
+// the squared original length.
 template <int kWords, int kParts>
 __device__ __forceinline__ void
 write_query(const SketchQueries& p, int query, const float4 (&own)[kParts], float top, float square, int lane) {
@@ -120,14 +120,14 @@ write_query(const SketchQueries& p, int query, const float4 (&own)[kParts], floa
   }
 }
 
-// q M by kQueries warps, first by a share of the rows of M each, and then by a query each. Lane 8 w + j is for word w of
-// row j, four dimensions; with 8 words, for word w + 4 too. Blocks are small so that all rows and heads of a large batch
-// are under way at once.
+// q M by kQueries warps, first with a share of the rows of M each, then with one query each. Lane 8 w + j has word w of
+// row j, four dimensions; with 8 words, also word w + 4. Blocks are small so that all rows and heads of a large batch
+// run at once.
 template <typename T, int kWords, int kQueries>
 __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 2 : 6)
     sketch_queries_kernel(const SketchQueries p) {
   constexpr int kParts = QueryMemory<kWords, kQueries>::kParts;
-  constexpr int kRows = kParts == 1 ? 16 : 4; // of M, under way together
+  constexpr int kRows = kParts == 1 ? 16 : 4; // of M, in flight together
   const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8, rows = p.dim / kQueries;
   const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads, first = blockIdx.x * p.group;
   const __nv_bfloat16* map = p.maps + p.states[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;

@@ -1,8 +1,8 @@
-// Selection by a thread block of values: the largest, and a sample of the others, each in proportion to an exponential
-// of its value. Values that share a bin of the first digit are all among the largest or none is, so that the bins' counts
-// are all that is needed to begin with. Chances are whole numbers, sums of them are exact. The one sum of floats that they
-// come of is a fixed tree over bins: blocks of 8 and of 16 warps, of which batches of many rows take the smaller, add it
-// up alike.
+// Selection of values by a thread block: the largest, and a sample of the others, each in proportion to an exponential
+// of its value. Either all or none of the values that share a bin of the first digit are among the largest, so that the
+// bins' counts suffice to begin with. Chances are whole numbers, and their sums are exact. The one sum of floats from
+// which they are derived is a fixed tree over bins: blocks of 8 and of 16 warps (batches of many rows use the smaller)
+// sum it up in the same order.
 #pragma once
 
 #include "kernels/mma.cuh"
@@ -11,8 +11,8 @@
 
 namespace shadowkv {
 
-constexpr int kSearches = 4;   // places that a thread looks for at once
-constexpr int kBinsAtOnce = 4; // that are added up one after the other: a thread's share in a block of 16 warps
+constexpr int kSearches = 4;   // places that a thread searches for at once
+constexpr int kBinsAtOnce = 4; // summed one after the other: a thread's share in a block of 16 warps
 
 // Chris Wellons' lowbias32.
 __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// The sum of x over the block's threads, for all of them: pairs of neighbours, then pairs of those. Barriers as
-// scan_block has them.
+// The sum of x over the block's threads, for all of them: pairs of neighbours, then pairs of those. Barriers as in
+// scan_block.
 __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
@@ -35,21 +35,21 @@ __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
   return sum;
 }
 
-// What was selected: how many values, and a value that none is above but the largest; -inf where all were.
+// What was selected: how many values, and a value that only these exceed; -inf if all were selected.
 struct Chosen {
   uint32_t count;
   float edge;
 };
 
-// The bins of the first digit that a thread adds up, the first thread's on top.
+// The bins of the first digit that a thread sums up, the first thread's on top.
 struct OwnBins {
   int count, first;
 
   __device__ __forceinline__ OwnBins()
       : count(kFirstBins / blockDim.x), first(kFirstBins - count * (threadIdx.x + 1)) {}
 
-  // Finds the first bin, from the top, that does not fit into `top_k` values: what is above is selected. Leaves it in
-  // shared.bin, 0 where all fit, and how many values are above in shared.above; returns how many there are in all.
+  // Finds the first bin, from the top, that does not fit into `top_k` values: everything above is selected. Stores it
+  // in shared.bin, 0 if all fit, and the number of values above it in shared.above; returns the total number of values.
   __device__ __forceinline__ uint32_t find_edge(RadixShared& shared, uint32_t top_k) const {
     uint32_t above[1] = {}, total[1];
     for (int i = 0; i < count; ++i) above[0] += first + i < kFirstFinite ? 0 : shared.first[first + i];
@@ -66,11 +66,11 @@ struct OwnBins {
     return total[0];
   }
 
-  // The sum of weights of the block's values that are not above a bin, each as the middle of its own.
+  // The sum of weights of the block's values that are not above a bin, each taken as the middle of its own bin.
   template <typename Weight>
   __device__ __forceinline__ float sum_weights(RadixShared& shared, int bin, Weight weight_of) const {
     float sum = 0;
-    for (int from = 0; from < count; from += kBinsAtOnce) { // twice in a block of 8 warps: neighbours of one of 16
+    for (int from = 0; from < count; from += kBinsAtOnce) { // twice with 8 warps: neighbours of 16
       float of_bins = 0;
       for (int i = from; i < from + kBinsAtOnce; ++i) {
         const int own = first + i;
@@ -80,19 +80,18 @@ struct OwnBins {
       sum += of_bins;
     }
     sum = sum_block(shared, sum);
-    // Bins of the largest numbers are so wide that weights of their middles are nothing: then they all count as their
-    // edge.
+    // Bins of the largest numbers are so wide that weights of their middles vanish: then they all count as their edge.
     return sum == 0 ? float(shared.first[bin]) : sum;
   }
 };
 
-// Chances of values, in whole numbers: of those above the edge one, which is 2 to so many `bits`.
+// Chances of values, in whole numbers: `one`, which is 2^bits, for values above the edge.
 struct Chances {
   float factor, less, edge, one, scale; // a value's weight is 2^(factor value + less), its chance `scale` times that
 
   __device__ __forceinline__ float weight_of(float value) const { return exp2_fast(fmaf(factor, value, less)); }
   __device__ __forceinline__ uint32_t of_value(float value) const {
-    // The nearest whole number is in the last bits of a sum with 2^23: conversions are slow.
+    // The nearest whole number is in the last bits of a sum with 2^23, as conversions are slow.
     constexpr uint32_t kZero = 0x4b000000;
     const float chance = value > edge ? one : fminf(weight_of(value) * scale, one);
     return __float_as_uint(chance + 0x1p23f) - kZero;
@@ -109,8 +108,8 @@ struct Chances {
   }
 };
 
-// Leaves in `sums` the chances of all groups before each, added up, and returns those of all. For all threads, with
-// barriers inside and after.
+// Stores in `sums` the total chances of all groups before each, and returns the total. For all threads, with barriers
+// inside and after.
 __device__ __forceinline__ uint32_t sum_chances(
     RadixShared& shared, const Chances& chances, const uint4* values, uint32_t groups, uint32_t* sums) {
 #pragma unroll 1
@@ -133,8 +132,8 @@ __device__ __forceinline__ uint32_t sum_chances(
   return all[0];
 }
 
-// Calls use(place, number, log2 of 1 / its chance) for the `count` values where chances, added up from `start` at the
-// first value on, pass a whole number, which is 2 to so many `bits`.
+// Calls use(place, number, log2 of 1 / its chance) for the `count` values where the running sum of chances, from
+// `start` at the first value on, passes a multiple of 2^bits.
 template <typename Use>
 __device__ __forceinline__ void take_at_steps(
     const Chances& chances, const uint4* values, uint32_t groups, const uint32_t* sums, uint32_t start, int bits,
@@ -142,7 +141,7 @@ __device__ __forceinline__ void take_at_steps(
   const uint32_t top_step = 1u << 31 - __clz(groups);
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < count; first += kSearches * blockDim.x) {
-    uint32_t group[kSearches] = {}; // the last that begins below; all are looked for at once
+    uint32_t group[kSearches] = {}; // the last that begins below; all are searched for at once
     const auto pass = [&](int i) { return (first + i * blockDim.x + 1 << bits) - start; };
 #pragma unroll 1
     for (uint32_t step = top_step; step; step /= 2)
@@ -165,8 +164,8 @@ __device__ __forceinline__ void take_at_steps(
 // Selects at most `wanted` of 8 `groups` values, -inf never: at most `top_k` (fewer than `wanted`) of the largest,
 // the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank
 // in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
-// block of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use`
-// wrote to be read.
+// block of 8 or 16 warps, which select the same, with barriers before and after; the last makes what `use` wrote
+// readable.
 template <typename Use>
 __device__ __forceinline__ Chosen systematic_sample(
     RadixShared& shared, const uint4* values, uint32_t groups, uint32_t top_k, uint32_t wanted, float factor,
@@ -174,7 +173,7 @@ __device__ __forceinline__ Chosen systematic_sample(
   __syncthreads();
   const OwnBins own_bins;
   const uint32_t total = own_bins.find_edge(shared, top_k);
-  const int bin = shared.bin; // 0 where all fit
+  const int bin = shared.bin; // 0 if all fit
   const uint32_t num_top = bin ? shared.above : total;
 
   Chances chances;

@@ -1,14 +1,14 @@
-// Products of a warpgroup (wgmma), 64 rows each.
+// Warpgroup products (wgmma), 64 rows each.
 //
-// Factors in shared memory are as copies leave them (copy_box with the 128-byte swizzle): boxes of 128 rows of 128
-// bytes, 1024 bytes per eight rows, the 16-byte unit u of row r at u ^ r % 8. A descriptor counts 16 bytes: its address
-// in bits 0 to 13, the leading offset in 16 to 29, the stride offset in 32 to 45, the swizzle in 62 and 63 (1: of 128
-// bytes), and the base offset in 49 to 51, zero as all patterns begin at multiples of 1024 bytes.
-//   Queries and keys, of which the product sums over what lies within rows: the stride offset is from eight rows to the
-//   next, 1024 bytes. 16 dimensions are two units, so a step adds 32 bytes to the address and four steps are a box; the
-//   swizzle goes by the address' own bits and stays right. The leading offset is not read: a step is within 128 bytes.
-//   Values, of which it sums over rows: the stride offset is again from eight rows to the next, the leading one from 64
-//   columns to the next, a box. A step is 16 rows, 2048 bytes.
+// Factors in shared memory have the layout of copies (copy_box with the 128-byte swizzle): boxes of 128 rows of 128
+// bytes, 1024 bytes per eight rows, the 16-byte unit u of row r at u ^ r % 8. A descriptor counts in units of 16 bytes:
+// its address in bits 0 to 13, the leading offset in 16 to 29, the stride offset in 32 to 45, the swizzle in 62 and 63
+// (1: 128 bytes), and the base offset in 49 to 51, zero as all patterns begin at multiples of 1024 bytes.
+//   Queries and keys, where the product sums within rows: the stride offset is from eight rows to the next eight, 1024
+//   bytes. 16 dimensions are two units, so a step adds 32 bytes to the address and four steps are a box; the swizzle
+//   depends on the address bits and stays correct. The leading offset is not read: a step is within 128 bytes.
+//   Values, where the product sums over rows: the stride offset is again from eight rows to the next eight, the leading
+//   offset from 64 columns to the next 64, a box. A step is 16 rows, 2048 bytes.
 #pragma once
 
 #include "hopper.cuh"
@@ -17,7 +17,7 @@
 
 namespace shadowkv {
 
-// Registers that products are to read or write, or have: nothing that changes or reads them crosses this.
+// Registers that products will read or write, or have done so: no access to them is moved across this.
 template <int kCount>
 __device__ __forceinline__ void settle(float (&c)[kCount]) {
 #pragma unroll
@@ -30,8 +30,8 @@ __device__ __forceinline__ void settle(uint32_t (&c)[kCount]) {
   for (uint32_t& x : c) asm volatile("" : "+r"(x)::"memory");
 }
 
-// A use that the assembler sees, too, of registers that a product read, and that never stores: until here they are not
-// given to anything else. `never` is false, but the compiler must not know.
+// A use, visible to the assembler too, of registers that a product reads, which never stores: up to here they are not
+// reused. `never` is false, but the compiler must not know that.
 template <int kCount>
 __device__ __forceinline__ void keep(const uint32_t (&c)[kCount], bool never, uint32_t address) {
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void keep(const uint32_t (&c)[kCount], bool never, ui
         : "memory");
 }
 
-// Waits for all but so many of the groups of products closed last; what the others touch is settled after it.
+// Waits for all but that many of the most recent groups of products; what the others access is settled afterwards.
 template <int kLeft>
 __device__ __forceinline__ void wait_product_groups() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");

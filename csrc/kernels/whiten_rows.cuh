@@ -1,10 +1,10 @@
-// Rows times the inverse of a Cholesky factor: L^-1 x, where L L^T are the products of rows, scaled to a diagonal of 1
-// and a shift added to that.
+// Rows times the inverse of a Cholesky factor: L^-1 x, where L L^T are the products of rows, scaled to a diagonal of 1,
+// with a shift added to the diagonal.
 //
-// A thread block has 32 columns of one matrix of rows, and factors all of the products for itself: that takes less time
-// than a second launch would, and needs nothing but barriers of its own. All is in tiles of 32 x 32 in shared memory:
-// the lower triangle of the products, which becomes that of L. Diagonal tiles are divided by with substitution, as
-// products with their inverses would lose what near singular ones leave of float32.
+// A thread block has 32 columns of one matrix of rows, and factors all of the products by itself: that takes less time
+// than a second launch would, and needs only block-level barriers. Everything is in tiles of 32 x 32 in shared memory:
+// the lower triangle of the products, which becomes that of L. Division by diagonal tiles uses substitution, as
+// products with the inverses of near singular tiles would lose too much of float32's precision.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +12,8 @@
 namespace shadowkv {
 
 constexpr int kWhitenTile = 32, kWhitenWarps = 8;
-constexpr int kWhitenPitch = 36; // floats from row to row: 16 bytes at a time, eight rows are in different banks
-constexpr int kWhitenMostRows = 256; // what shared memory has room for
+constexpr int kWhitenPitch = 36; // floats from row to row: for 16-byte accesses, eight rows are in different banks
+constexpr int kWhitenMostRows = 256; // what fits in shared memory
 constexpr int kWhitenTileFloats = kWhitenTile * kWhitenPitch;
 
 struct WhitenRows {
@@ -24,7 +24,7 @@ struct WhitenRows {
   float shift;
 
   __host__ __device__ int tiles() const { return (rank + kWhitenTile - 1) / kWhitenTile; }
-  // The lower triangle, the columns, what rows are multiplied by, and one over the diagonal of L.
+  // The lower triangle, the columns, the factors of rows, and one over the diagonal of L.
   __host__ int shared_bytes() const {
     const int floats = (tiles() * (tiles() + 1) / 2 + tiles()) * kWhitenTileFloats + 2 * tiles() * kWhitenTile;
     return floats * int(sizeof(float));
@@ -72,15 +72,15 @@ struct WhitenMemory {
   __device__ float* column_tile(int i) const { return columns + i * kWhitenTileFloats; }
 };
 
-// Scaled products and columns into tiles; behind the last row an identity, and zeros. All of a few rows is on its way
-// together.
+// Loads scaled products and columns into tiles, with an identity and zeros past the last row. All loads of a few rows
+// are in flight together.
 __device__ __forceinline__ void load_tiles(const WhitenRows& call, const WhitenMemory& memory, int matrix, int first) {
   constexpr int kAtOnce = 2, kMostTiles = kWhitenMostRows / kWhitenTile;
   const float* products = call.products + int64_t(matrix) * call.rank * call.rank;
   const float* rows = call.rows + int64_t(matrix) * call.rank * call.n;
   const int lane = threadIdx.x % kWhitenTile, warp = threadIdx.x / kWhitenTile, tiles = call.tiles();
   for (int row = threadIdx.x; row < call.rank; row += blockDim.x)
-    memory.scales[row] = 1 / fmaxf(sqrtf(products[int64_t(row) * call.rank + row]), 1e-12f); // of zeros, finite
+    memory.scales[row] = 1 / fmaxf(sqrtf(products[int64_t(row) * call.rank + row]), 1e-12f); // finite for zeros
   __syncthreads();
   for (int start = warp; start < tiles * kWhitenTile; start += kAtOnce * kWhitenWarps) {
     float found[kAtOnce][kMostTiles + 1];
@@ -114,15 +114,15 @@ __device__ __forceinline__ void load_tiles(const WhitenRows& call, const WhitenM
   }
 }
 
-// 1 / sqrt(x) to the last bit or so, and 0 where too little is left of a square of 1 to be more than rounding: rows that
-// follow then keep what they have of that direction, instead of multiples of noise.
+// 1 / sqrt(x) to about the last bit, and 0 if so little is left of a square of 1 that it may be rounding: later rows
+// then keep their component in that direction, instead of getting multiples of noise.
 __device__ __forceinline__ float inverse_root(float x) {
   if (!(x > 2e-6f)) return 0;
   const float guess = rsqrtf(x);
   return guess * fmaf(-0.5f * x * guess, guess, 1.5f);
 }
 
-// The Cholesky factor of a tile in its lower triangle, and one over its diagonal, by one warp: a lane has a row.
+// The Cholesky factor of a tile in its lower triangle, and one over its diagonal, by one warp with one row per lane.
 __device__ __forceinline__ void factor_tile(float* tile, float* inverses) {
   const int lane = threadIdx.x % kWhitenTile;
   float x[kWhitenTile];
@@ -138,7 +138,7 @@ __device__ __forceinline__ void factor_tile(float* tile, float* inverses) {
   store_row(tile + lane * kWhitenPitch, x);
 }
 
-// x <- L^-1 x, of a diagonal tile's L. What has an inverse of 0 becomes that, or with kKeeps stays as long as it is.
+// x <- L^-1 x, for a diagonal tile's L. Entries whose inverse is 0 become 0, or with kKeeps are not scaled.
 template <bool kKeeps>
 __device__ __forceinline__ void substitute(float (&x)[kWhitenTile], const float* l, const float* inverses) {
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void substitute(float (&x)[kWhitenTile], const float*
   }
 }
 
-// A tile below the diagonal: A <- A (L^-1)^T, a lane's row.
+// A tile below the diagonal: A <- A (L^-1)^T, one row per lane.
 __device__ __forceinline__ void divide_tile(float* tile, const float* l, const float* inverses) {
   float* row = tile + threadIdx.x % kWhitenTile * kWhitenPitch;
   float x[kWhitenTile];
@@ -166,7 +166,7 @@ __device__ __forceinline__ void divide_tile(float* tile, const float* l, const f
   store_row(row, x);
 }
 
-// A tile of the columns: B <- L^-1 B, a lane's column.
+// A tile of the columns: B <- L^-1 B, one column per lane.
 __device__ __forceinline__ void divide_columns(float* tile, const float* l, const float* inverses) {
   float x[kWhitenTile];
 #pragma unroll
@@ -187,7 +187,7 @@ __device__ __forceinline__ void update_tile(float* tile, const float* l, const f
   store_row(row, out);
 }
 
-// One warp goes ahead with the next diagonal tile while the others bring the rest up to date.
+// One warp continues with the next diagonal tile while the others update the rest.
 __device__ __forceinline__ void factor_tiles(const WhitenMemory& memory, int tiles) {
   const int warp = threadIdx.x / kWhitenTile;
   if (warp == 0) factor_tile(memory.tile(0, 0), memory.inverses);
@@ -211,7 +211,7 @@ __device__ __forceinline__ void factor_tiles(const WhitenMemory& memory, int til
   }
 }
 
-// A run of columns of what a tile times a tile of columns is: of the lane's row.
+// A run of columns of the product of a tile and a tile of columns, for the lane's row.
 template <int kColumns>
 __device__ __forceinline__ void multiply_columns(
     float (&out)[kColumns], const float* tile, const float* columns, int first) {
@@ -229,7 +229,7 @@ __device__ __forceinline__ void multiply_columns(
     }
 }
 
-// Columns <- L^-1 columns, a tile of rows after the other.
+// Columns <- L^-1 columns, one tile of rows after the other.
 __device__ __forceinline__ void solve_columns(const WhitenMemory& memory, int tiles) {
   constexpr int kOfUnit = 8, kUnits = kWhitenTile / kOfUnit;
   const int warp = threadIdx.x / kWhitenTile, row = threadIdx.x % kWhitenTile * kWhitenPitch;

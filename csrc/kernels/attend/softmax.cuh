@@ -10,7 +10,7 @@ template <class Shape>
 struct AttendSums {
   static constexpr int kTiles = Shape::kTiles, kScales = Shape::kScales;
   float o[Shape::kDim / 16][4] = {}; // weighted values: (dimensions 16 i + g, + 8; queries 2t, 2t + 1)
-  // Of queries 2t, 2t + 1: largest score, sum of weights, sums of weights x scale.
+  // For queries 2t, 2t + 1: largest score, sum of weights, sums of weights x scale.
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, coded[kScales][2] = {};
 
   // Turns scores s (tokens g, g + 8; queries 2t, 2t + 1) into weights: p, times each of the scales, as the second

@@ -80,7 +80,7 @@ struct WarpValues<Shape, true> {
     return fmaf(sums.coded[scale_of(i)][j % 2], Pair::offset(i), sums.o[i][j] * Pair::factor(i));
   }
 
-  // Of dimensions 16 i to 16 i + 15.
+  // For dimensions 16 i to 16 i + 15.
   __device__ static constexpr int scale_of(int i) { return i * 16 * Shape::kScales / Shape::kDim; }
 };
 

@@ -1,11 +1,11 @@
-// Shared memory by its addresses, and copies into it.
+// Shared memory accesses by address, and copies into it.
 #pragma once
 
 #include "../hopper.cuh"
 
 namespace shadowkv {
 
-// The thread's number, which the compiler does not keep, nor what follows from it: where registers are scarce.
+// The thread's number, re-read so that the compiler keeps neither it nor what follows from it: registers are scarce.
 __device__ __forceinline__ int this_thread() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

@@ -1,4 +1,4 @@
-// The consumers: warpgroups that attend, each its own tiles.
+// The consumers: warpgroups that attend, each to its own tiles.
 #pragma once
 
 #include "constants.h"
@@ -9,7 +9,7 @@
 
 namespace shadowkv {
 
-// Logarithms of the weights of tokens `token` and `token` + 8 of a unit; zeros where there are none.
+// Logarithms of the weights of tokens `token` and `token` + 8 of a unit; zeros if there are none.
 __device__ __forceinline__ void
 load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all, int token) {
   log_weight[0] = log_weight[1] = 0;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void consume_latents(
     const LatentMemory<Shape>& memory, int consumer) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4;
 
-  // The first unit, while those who fill the others are too few.
+  // Helps to fill the first unit, for which the filling warps are too few.
   if (thread < Shape::kDim / 8 && consumer == Shape::kConsumers - 1)
     copy16_async(memory.frequencies() + thread * 16, in.frequencies + thread * 4);
   wait_for_launch_before();
@@ -60,10 +60,10 @@ __device__ __forceinline__ void consume_latents(
 
   int next = consumer;  // tile of the run
   int stage = consumer; // of it
-  int passed = 0;       // tiles of units before
+  int passed = 0;       // tiles of previous units
   for (int unit = 0; run.has(unit); ++unit) {
     wait_phase(memory.unit_full(unit), unit / 2 % 2);
-    const int offset = run.unit_begin(unit) - passed; // of a tile in the unit: those without tokens are its last ones
+    const int offset = run.unit_begin(unit) - passed; // of a tile in the unit: tiles without tokens come last
     const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
     passed = until;
     const bool any = next < until;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume_latents(
     for (; next < until; next += Shape::kConsumers) {
       const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
       const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
-      float log_weight[2]; // of tokens g, g + 8; on their way while the keys are made
+      float log_weight[2]; // of tokens g, g + 8; in flight while the keys are computed
       load_log_weights(log_weight, in, run.first_unit + unit, (next + offset) * kLatentTile + warp * 16 + g);
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
       float s[4] = {};

@@ -5,14 +5,14 @@
 
 namespace shadowkv {
 
-// How a warp shares the rows of a tile's tokens, kUnit bytes a lane: lanes take units one after the other, as lines are
-// fetched whole where neighbours ask for them; after that many cycles all lanes have the same units of other tokens.
+// How a warp shares the rows of a tile's tokens, kUnit bytes per lane: lanes take consecutive units, as lines are
+// fetched whole when neighbours request them; after kCycles cycles, all lanes have the same units of other tokens.
 template <int kRow, int kUnit>
 struct RowCycles {
   static constexpr int kUnits = kRow / kUnit, kCycles = kUnits % 5 == 0 ? 5 : kUnits % 3 == 0 ? 3 : 1;
-  static constexpr int kTokens = 32 * kCycles / kUnits;    // after that many cycles
-  static constexpr int kRounds = kLatentTile / kTokens;   // of them
-  // Rounds whose places are in registers, which are scarce.
+  static constexpr int kTokens = 32 * kCycles / kUnits;    // per kCycles cycles
+  static constexpr int kRounds = kLatentTile / kTokens;   // of kTokens each
+  // Rounds whose places are held in registers, which are scarce.
   static constexpr int kAtOnce = kCycles > 1 ? kUnit / 8 : kRounds < 8 ? kRounds : 8;
   static_assert(kUnits * kTokens == 32 * kCycles && kRounds % kAtOnce == 0);
 
@@ -20,8 +20,9 @@ struct RowCycles {
   __device__ static int unit(int cycle) { return (32 * cycle + int(threadIdx.x) % 32) % kUnits; }
 };
 
-// What a lane copies of every tile's latents, by cycles of a round. `from`: its unit of a row that begins where latents
-// do; `place`: where, among a tile's places in the ring, the row's own is found; `to`: where the unit goes in a stage.
+// What a lane copies of every tile's latents, by cycles of a round. `from`: its unit of a row, relative to the start of
+// the latents; `place`: the index of the row's place among a tile's places in the ring; `to`: the unit's target in a
+// stage.
 template <class Shape>
 struct LatentCopies {
   static constexpr int kBytes = Shape::kLatentBytes;
@@ -62,7 +63,7 @@ struct LatentCopies {
   }
 };
 
-// And of the codes of values, alike.
+// Likewise for the codes of values.
 template <class Shape>
 struct CodeCopies {
   static constexpr int kCodeRow = Shape::kCodeRow, kUnit = kCodeRow % 16 == 0 ? 16 : 8;
@@ -114,23 +115,23 @@ struct CodeCopies {
   }
 };
 
-// Copies the scales of a lane's two tokens into the ring, over where their codes began, which no lane reads any more.
-// `place`: of the first of them in the ring.
+// Copies the scales of a lane's two tokens into the ring, over the places of their codes, which no lane reads any more.
+// `place`: of the first token in the ring.
 __device__ __forceinline__ void copy_scales(const char* scales, uint32_t place) {
-  uint4 scale[2]; // where the tokens' are, and their positions
+  uint4 scale[2]; // places of the tokens' scales, and their positions
 #pragma unroll
   for (int i = 0; i < 2; ++i) scale[i] = load_shared16(place + i * 512);
-  __syncwarp(); // all lanes know where their codes begin
+  __syncwarp(); // all lanes have read where their codes begin
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     copy4_async(
         place + i * 512 + 8, scales + uint64_t(scale[i].y) * 32 + (scale[i].w & 15) / 2 * 4, int(scale[i].w) >= 0);
 }
 
-// Copies tiles. All 64 rows of a tile are copied, of tokens that are none too. 16 bytes a lane: bulk copies (TMA) of
-// single rows were slower, even of latents or 3-bit codes alone by a warp of their own (150 against 87 us at 63 rows of
-// 960 tokens on an H200), those of chunks of eight no faster. Nor is the copier what others wait for: a second one, or
-// scales that the finder fetches into the cache, won nothing, and without copies the rest takes 80 us.
+// Copies tiles. All 64 rows of a tile are copied, even for missing tokens. Copies have 16 bytes per lane: bulk copies
+// (TMA) of single rows were slower, even of latents or 3-bit codes alone by a separate warp (150 against 87 us at 63
+// rows of 960 tokens on an H200), and those of chunks of eight were no faster. The copier is not the bottleneck either:
+// a second copier, or prefetching scales in the finder, gained nothing, and without copies the rest takes 80 us.
 template <class Shape>
 __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentMemory<Shape>& memory) {
   constexpr int kRing = Shape::kRing;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     const uint32_t places = memory.places(slot), full = memory.stage_full(slot), my_place = places + lane * 16;
     if (load_shared4(places + 12) == uint32_t(kLastTile)) break;
     wait_phase(memory.stage_empty(stage), stage_parity);
-    // So the tile that this stage had is no longer read, nor its place in the ring.
+    // Then neither the tile that this stage held nor its slot in the ring is read any more.
     if (tile >= Shape::kStages && lane == 0) arrive(memory.ring_empty(done));
     if (++done == kRing) done = 0;
     const uint32_t into = memory.stage(stage);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     copy_scales(in.scale, my_place);
     arrive_with_copies(full);
     __syncwarp();
-    if (lane == 0) arrive(full); // for what was read in the ring, and is there for others
+    if (lane == 0) arrive(full); // what was read in the ring and is written there for others
     if (++stage == Shape::kStages) stage = 0, stage_parity ^= 1;
     if (++slot == kRing) slot = 0, slot_parity ^= 1;
   }

@@ -1,4 +1,5 @@
-// Fills a unit: the basis, the mean and the queries of a sequence and kv head, as the consumers' products read them.
+// Fills a unit: the basis, the mean and the queries of a sequence and kv head, in the layout of the consumers'
+// products.
 #pragma once
 
 #include "../attend/fragments.cuh"
@@ -18,19 +19,19 @@ __device__ __forceinline__ int dim_of(int half, int unit) {
   return unit / 4 * (Shape::kDim / 2) + half * 32 + unit % 4 * 8;
 }
 
-// How so many threads share the rows of a half of the basis. A thread has the same eight dimensions of all rows that it
-// moves, and their ranks are the sum of what the thread and the pass make of it.
+// How kThreads threads share the rows of a half of the basis. A thread has the same eight dimensions in all rows that
+// it moves, and the rank of a row is the sum of a term for the thread and a term for the pass.
 template <class Shape, int kThreads>
 struct BasisPasses {
-  static constexpr int kRows = kThreads / 8, kPasses = Shape::kRank / kRows; // rows: of a pass
+  static constexpr int kRows = kThreads / 8, kPasses = Shape::kRank / kRows; // rows: per pass
   static constexpr int kWeak = Shape::kRank - kStrong;
   static constexpr int kBytes = kRows * 128, kHalfBytes = Shape::kRows * 128; // in shared memory
 
-  // Whether a pass has dimensions of rank in 8 bits: they come first in memory and last in the product.
+  // Whether a pass has rank dimensions in 8 bits: they come first in memory and last in the product.
   static __device__ __forceinline__ bool is_strong(int pass) { return pass * kRows >= kWeak; }
 };
 
-// Fetches a unit's basis and queries into the second-level cache, while the unit before the last is in use.
+// Prefetches a unit's basis and queries into the L2 cache, while the unit before the last is in use.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void
 prefetch_unit(const LatentInputs& in, int64_t state, int unit_of_all, int head, int thread) {
@@ -43,7 +44,8 @@ prefetch_unit(const LatentInputs& in, int64_t state, int unit_of_all, int head, 
     asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + int64_t(unit_of_all) * in.group * kDim + thread * 64));
 }
 
-// Begins the copies of the basis, as it is: `from` the thread's dimensions of a sequence and head, `into` its place.
+// Starts copies of the basis without conversion: `from` the thread's dimensions of a sequence and head `into` its
+// place.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void
 copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int my_row) {
@@ -62,7 +64,7 @@ copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int
   close_copy_group();
 }
 
-// Leaves a unit's queries as half where products read them; zeros of those that a group does not have.
+// Stores a unit's queries as half where products read them; zeros for queries past the group.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void fill_queries(const LatentInputs& in, uint2* queries, int unit_of_all, int thread) {
   constexpr int kDim = Shape::kDim;
@@ -88,7 +90,7 @@ __device__ __forceinline__ int count_tiles(const LatentInputs& in, const Run& ru
   return count;
 }
 
-// mean[j]: of dimension thread + j kThreads, in the order that the product has them in.
+// mean[j]: of dimension thread + j kThreads, in the order of the product.
 template <class Shape, int kThreads, int kMeans>
 __device__ __forceinline__ void
 read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t state, int head, int thread) {
@@ -102,8 +104,8 @@ read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t state, int head
   }
 }
 
-// Makes the basis half where the thread has copied it to, and leaves in `sums`, a row of each warp, what codes' offsets
-// add to the keys. Entries under 6e-5 lose bits, of keys around one none.
+// Converts the basis to half where the thread has copied it, and leaves in `sums`, one row per warp, what the codes'
+// offsets add to the keys. Entries under 6e-5 lose bits; for keys around one, none do.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_unit, int thread) {
   using Passes = BasisPasses<Shape, kThreads>;
@@ -116,7 +118,7 @@ __device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_u
       const uint32_t at = into + half * Passes::kHalfBytes + pass * Passes::kBytes;
       const uint4 loaded = load_shared16(at);
       uint32_t x[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-      const float too_much = Passes::is_strong(pass) ? 1024 + 128 : 1024 + 8; // of a code
+      const float too_much = Passes::is_strong(pass) ? 1024 + 128 : 1024 + 8; // offset of a code
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 both = unpack_bf16(x[j]);
@@ -135,8 +137,8 @@ __device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_u
   }
 }
 
-// Writes behind the basis the mean less the excess of a latent times the column sums, in two halves whose first factor
-// is 64. The product's other rows, here and behind, meet zeros: all they need is to be finite.
+// Writes after the basis the mean minus the excess of a latent times the column sums, as two halves whose first factor
+// is 64. The product's other rows, here and after, are multiplied by zeros: they only need to be finite.
 template <class Shape, int kThreads, int kMeans>
 __device__ __forceinline__ void write_mean(char* basis, const float (&mean)[kMeans], const float* sums, int thread) {
 #pragma unroll
@@ -155,8 +157,8 @@ __device__ __forceinline__ void write_mean(char* basis, const float (&mean)[kMea
   }
 }
 
-// Makes a unit ready: so many threads, with a barrier and room for their warps' sums of their own. What needs no basis
-// is done while it travels.
+// Prepares a unit with kThreads threads, which have a separate barrier and room for their warps' sums. What does not
+// need the basis is done while it is in flight.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void fill_unit(
     const LatentInputs& in, const Run& run, const LatentMemory<Shape>& memory, int unit, int thread, int barrier,

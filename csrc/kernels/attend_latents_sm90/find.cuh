@@ -1,4 +1,4 @@
-// The finder: where the tokens of a block's tiles are, as far ahead of the copies as the ring has room.
+// The finder: locates the tokens of a block's tiles, as far ahead of the copies as the ring has room.
 #pragma once
 
 #include "shape.cuh"
@@ -7,10 +7,10 @@ namespace shadowkv {
 
 constexpr int kFindBatch = 4; // tiles that are looked up at a time
 
-// Of a batch of tiles what a lane has of tokens `lane` and 32 + lane of each.
+// A lane's values for a batch of tiles: of tokens `lane` and 32 + lane of each tile.
 using OfTokens = int[kFindBatch][2];
 
-// A place on the line of all tiles.
+// A place in the line of all tiles.
 struct LinePlace {
   int batch, head, row, tile; // row: where the unit's chunks begin in `selected`; tile: of the unit
 
@@ -21,16 +21,16 @@ struct LinePlace {
   }
 };
 
-// Names and numbers are under 2^31: of their 64 bits the lower 32 count.
+// Names and numbers are under 2^31: only the lower 32 of their 64 bits matter.
 __device__ __forceinline__ int load_low(const int64_t* p) { return __ldg(reinterpret_cast<const int*>(p)); }
 
-// Where a token of a chunk is in its sequence, from the row's first one on.
+// Where a token of a chunk is in its sequence, relative to the row's first token.
 __device__ __forceinline__ int position_of(const LatentInputs& in, int chunk, int half) {
   const int lane = threadIdx.x % 32;
   return (chunk << in.log_chunk) + (half * 32 + lane & (1 << in.log_chunk) - 1);
 }
 
-// The chunks of the tokens of a batch that begins `at` a place, which is moved behind it; -1 of no token.
+// The chunks of the tokens of a batch that begins `at` a place, which is advanced past it; -1 for no token.
 __device__ __forceinline__ void find_chunks(const LatentInputs& in, const Run& run, LinePlace& at, OfTokens& chunk) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void find_chunks(const LatentInputs& in, const Run& r
   }
 }
 
-// The pages of these chunks, where they are among the `left` tiles that the run has; 0 of the others.
+// The pages of these chunks, if they are among the `left` tiles of the run; 0 otherwise.
 __device__ __forceinline__ void find_pages(
     const LatentInputs& in, const Run& run, LinePlace at, int left, const OfTokens& chunk, OfTokens& key_page,
     OfTokens& value_page) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void find_pages(
   }
 }
 
-// Says in the ring, in a tile's `places`, where its tokens are. first: the position of the row's first token.
+// Writes to the ring, in a tile's `places`, where its tokens are. first: the position of the row's first token.
 template <class Shape>
 __device__ __forceinline__ void write_places(
     const LatentInputs& in, uint32_t places, int head, int first, const int (&chunk)[2], const int (&key_page)[2],
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_places(
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // No token has some row's latents, which are masked, and some row's codes, of scale zero.
+    // A missing token uses the latents of some row, which are masked, and the codes of some row, with scale zero.
     const bool found = chunk[half] >= 0;
     const int position = position_of(in, chunk[half], half);
     const uint32_t row = position & kPage - 1;
@@ -87,9 +87,9 @@ __device__ __forceinline__ void write_places(
   }
 }
 
-// Finds the tokens of the block's tiles and says in the ring where they are, as far ahead of the copies as it has room.
-// Four tiles at a time: the loads of a batch do not wait for each other, chunk numbers are read a batch ahead. The line
-// is walked without a break between units; tiles without tokens are left out.
+// Finds the tokens of the block's tiles and writes their places to the ring, as far ahead of the copies as it has room.
+// Takes four tiles at a time: the loads of a batch do not wait for each other, and chunk numbers are read a batch
+// ahead. The line is walked without a break between units; tiles without tokens are skipped.
 template <class Shape>
 __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run run, const LatentMemory<Shape>& memory) {
   const int lane = threadIdx.x % 32;

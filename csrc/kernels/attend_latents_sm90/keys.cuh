@@ -38,7 +38,7 @@ __device__ __forceinline__ void begin_keys(
     float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
   const uint32_t ones = threadIdx.x % 4 == 0 ? 0x54005400u : 0; // 64 twice
   const uint32_t mean_factor[4] = {ones, ones, 0, 0};
-  // The same in all lanes, as the compiler is told by this: it may stay out of their registers.
+  // Tells the compiler that this is uniform across a warp, so that it need not be in vector registers.
   const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * Shape::kRows * 8;
   begin_products();
   first_product(k, mean_factor, b + Shape::kSteps * 128);
@@ -61,7 +61,7 @@ struct Angles {
       const uint4 all = load_shared16(from + (2 * h + pair) * 64);
       const uint32_t frequency[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) { // of two eights and tokens
+      for (int i = 0; i < 4; ++i) { // two groups of eight, two tokens
         float angle[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e)

@@ -1,4 +1,4 @@
-// Makes outputs of the consumers' partial results.
+// Computes outputs from the consumers' partial results.
 #pragma once
 
 #include "constants.h"
@@ -21,7 +21,7 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], con
       : "r"(round(a[0])), "r"(round(a[1])), "r"(round(a[2])), "r"(round(a[3])), "r"(round(b[0])), "r"(round(b[1])));
 }
 
-// The sum or the maximum over the lanes of a query, so many.
+// The sum or the maximum over the kLanes lanes of a query.
 template <int kLanes, class Join>
 __device__ __forceinline__ float reduce_query(float x, Join join) {
   const uint32_t lanes = kLanes == 32 ? ~0u : 0xffffu << (threadIdx.x & 16);
@@ -30,8 +30,7 @@ __device__ __forceinline__ float reduce_query(float x, Join join) {
   return x;
 }
 
-// Joins the parts of a query, by so many lanes that have four dimensions each; returns those, and writes the query's
-// lse.
+// Merges the parts of a query by kLanes lanes, each with four dimensions; returns those, and writes the query's lse.
 template <int kDim, int kConsumers>
 __device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) {
   constexpr int kLanes = kDim / 4;
@@ -53,7 +52,7 @@ __device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) 
   for (int i = 0; i < parts; ++i) {
     const float4 part = __ldcg(reinterpret_cast<const float4*>(partial + i * next + at));
     const float share = share_of(__ldcg(partial + i * next + kDim));
-    if (share == 0) continue; // and maybe no sum was written
+    if (share == 0) continue; // a sum may not have been written
     x.x += part.x * share, x.y += part.y * share, x.z += part.z * share, x.w += part.w * share;
   }
   const float scale = total > 0 ? 1 / total : 0.f;

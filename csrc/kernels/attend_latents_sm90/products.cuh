@@ -5,7 +5,7 @@
 
 namespace shadowkv {
 
-// Waits for all products; c may be read after it only.
+// Waits for all products; c may only be read afterwards.
 __device__ __forceinline__ void wait_products(float (&c)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll

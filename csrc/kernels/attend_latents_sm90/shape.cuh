@@ -1,4 +1,4 @@
-// What attention from latents on Hopper reads and writes, how its tiles are dealt out, and what shared memory holds.
+// What attention from latents on Hopper reads and writes, how its tiles are distributed, and its shared memory.
 #pragma once
 
 #include "../attend/value_codecs.cuh"
@@ -9,12 +9,12 @@
 namespace shadowkv {
 
 constexpr int kLogLatentTile = 6;
-constexpr int kLatentTile = 64;                  // tokens of a tile, 16 a warp
+constexpr int kLatentTile = 64;                  // tokens of a tile, 16 per warp
 constexpr int kStrong = 32;                      // rank dimensions in 8 bits, the first; the others have 4
-constexpr int kLastTile = -2;                    // as a position: there are no more tiles
+constexpr int kLastTile = -2;                    // as a position: no more tiles
 static_assert(kLatentTile == 1 << kLogLatentTile);
 
-// Warpgroups of a block that attend, by whether a kv head has four query heads or fewer.
+// Consumer warpgroups of a block, by whether a kv head has at most four query heads.
 template <bool kFew>
 constexpr int kLatentConsumers = kFew ? 3 : 2;
 
@@ -37,7 +37,7 @@ struct LatentInputs {
   const uint32_t* frequencies;
   uint32_t latent_page, code_page, scale_page;
   int64_t key_pages_row, value_pages_row, basis_state, mean_state;
-  float score_scale; // of q k in the exponent to base 2
+  float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk;
   bool mean_is_float;
 };
@@ -45,12 +45,12 @@ struct LatentInputs {
 struct LatentOutputs {
   __nv_bfloat16* out; // [batch, heads * group, dim]
   float* lse;         // [batch, heads * group]
-  // [batch, heads, parts, group, dim + 4]: weighed sum, largest score, sum of weights, of each segment and consumer.
+  // [batch, heads, parts, group, dim + 4]: weighted sum, largest score, sum of weights, per segment and consumer.
   float* partial;
   int parts;
 };
 
-// The line of tiles and where it is cut.
+// The line of tiles and where it is split.
 struct Runs {
   int tiles, blocks, total; // of a unit; of the grid; of all units
 
@@ -66,14 +66,14 @@ struct Runs {
   }
 };
 
-// Of the attending kernel and of the merging one after it.
+// For the attending kernel and the merging kernel after it.
 struct LatentCall {
   LatentInputs in;
   LatentOutputs to;
   Runs runs;
 };
 
-// What part of the line a block has. Units are counted from the first one.
+// The part of the line that a block has. Units are counted from the first one.
 struct Run {
   int first_unit, begin, end, tiles; // of a unit
 
@@ -82,8 +82,9 @@ struct Run {
   __device__ int unit_end(int unit) const { return min(end - (first_unit + unit) * tiles, tiles); }
 };
 
-// kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions 16 j on
-// and 16 j + dim / 2 on of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
+// kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions from 16
+// j and from 16 j + dim / 2 on of eight tokens, instead of eight queries over 16 tokens: half the sums, in as many
+// products.
 template <class Value_, int kDim_, int kRank_, bool kFew_>
 struct LatentShape {
   using Value = Value_;
@@ -95,24 +96,25 @@ struct LatentShape {
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
   static constexpr int kLatentBytes = (kRank + kStrong) / 2; // of a token, in memory
-  // And from one token to the next in a stage: four bytes of each lane of eight rows are in different banks.
+  // Bytes from one token to the next in a stage: four bytes per lane of eight rows are in different banks.
   static constexpr int kLatentRow = (kLatentBytes / 16 | 1) * 16;
   static constexpr int kCodeRow = Value::row_bytes(kDim); // bytes
-  static constexpr bool kSwapped = kCodeRow == 32 || kCodeRow == 64; // some tokens' rows with the next one's, see row_at
+  static constexpr bool kSwapped = kCodeRow == 32 || kCodeRow == 64; // rows of some neighbours swap, see row_at
   static constexpr int kMergeRow = kDim + 4;  // floats
 
-  // Registers: a multiprocessor's are 512 for four warpgroups, or 504 for three.
+  // Registers: a multiprocessor has 512 for four warpgroups, or 504 for three.
   static constexpr int kConsumers = kLatentConsumers<kFew>;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 88, kConsumerRegisters = kConsumers == 3 ? 152 : 208;
 
-  // Shared memory: two units; per consumer, sums of two warps and all warps' states; the rest; as many stages as fit.
+  // Shared memory: two units; per consumer, sums of two warps and the states of all warps; the rest; as many stages as
+  // fit.
   static constexpr int kBasisBytes = kHalves * kRows * 128;
   static constexpr int kUnitBytes = kBasisBytes + kDim / 16 * 256;
   static constexpr int kStateBytes = 4 * kQueries * 16;
   static constexpr int kMergeBytes = 2 * kQueries * kMergeRow * 4 + kStateBytes;
   static constexpr int kSumBytes = 2 * kDim * 4;
-  // Tiles whose tokens' places are known; a multiple of the consumers, see LatentMemory.
+  // Tiles in the ring; a multiple of the consumers, see LatentMemory.
   static constexpr int kRing = 12, kRingBytes = kRing * kLatentTile * 16;
   static constexpr int kFixedBytes =
       2 * kUnitBytes + kConsumers * kMergeBytes + kSumBytes + kRingBytes + kDim * 2 + 512;
@@ -125,17 +127,18 @@ struct LatentShape {
   static_assert(kStages >= kConsumers && kRing > kStages && kRing % kConsumers == 0);
 };
 
-// The parts of a block's shared memory. Tile n of a run (those with tokens count) has slot n % kRing of the ring, stage
-// n % kStages and consumer n % kConsumers. What is waited for, and who arrives:
+// The parts of a block's shared memory. Tile n of a run (counting tiles with tokens) has slot n % kRing of the ring,
+// stage n % kStages and consumer n % kConsumers. Barriers, who waits at them, and for whom:
 //   ring_full     the copier, for the finder
 //   ring_empty    the finder before tile n + kRing, for the copier at tile n + kStages
-//   stage_full    the consumer, for the copier and its copies; one a slot of the ring: as kRing is a multiple of the
-//                 consumers, they then meet only barriers whose last phase they waited for themselves. With one a stage
-//                 a consumer may come before the phase of another one's tile is over, and take its parity for its own.
+//   stage_full    the consumer, for the copier and its copies; one per slot of the ring: as kRing is a multiple of the
+//                 consumers, they then use only barriers whose last phase they waited for themselves. With one per
+//                 stage, a consumer could arrive before the phase of another consumer's tile is over, and mistake that
+//                 phase's parity for its own.
 //   stage_empty   the copier before tile n + kStages, for the consumer's four warps
-//   unit_full     the consumers, for those who fill units; unit_empty the other way round
-// A slot is written again when its tile was consumed, as the copier waited for that before its own arrival; the finder
-// waits for copies of earlier tiles only, so all go on.
+//   unit_full     the consumers, for the threads that fill units; unit_empty the other way round
+// A slot is rewritten only after its tile was consumed, as the copier waited for that before its own arrival; the
+// finder waits only for copies of earlier tiles, so there is no deadlock.
 template <class Shape>
 struct LatentMemory {
   char* const first;
@@ -146,18 +149,18 @@ struct LatentMemory {
     return reinterpret_cast<float*>(first + 2 * Shape::kUnitBytes + consumer * Shape::kMergeBytes);
   }
   __device__ float* sums() const { return merge(Shape::kConsumers); }
-  // Of each token of a tile: where its latents, scale and codes begin, in 32 bytes each, and its position, or -1. Where
-  // rows of latents are no multiples of 32 bytes, their page does, where those of codes are not, their head. The scale,
-  // with its neighbour, then replaces where the codes begin.
+  // For each token of a tile: where its latents, scale and codes begin, in units of 32 bytes, and its position, or -1.
+  // If rows of latents are not multiples of 32 bytes, it is where their page begins; if rows of codes are not, where
+  // their head begins. The scale, with its neighbour, later replaces the place of the codes.
   __device__ uint32_t places(int slot) const {
     return shared_address(sums()) + Shape::kSumBytes + slot * kLatentTile * 16;
   }
-  __device__ int* counts() const { // tiles, of two units
+  __device__ int* counts() const { // tiles of two units
     return reinterpret_cast<int*>(reinterpret_cast<char*>(sums()) + Shape::kSumBytes + Shape::kRingBytes);
   }
   __device__ Run& run() const { return *reinterpret_cast<Run*>(counts() + 4); }
   __device__ uint32_t barriers() const { return shared_address(counts() + 8); }
-  // Tiles are copied into stages; that they are there is said by barriers of the ring.
+  // Tiles are copied into stages; barriers of the ring signal their arrival.
   __device__ uint32_t stage_full(int slot) const { return barriers() + slot * 8; }
   __device__ uint32_t ring_full(int slot) const { return barriers() + (Shape::kRing + slot) * 8; }
   __device__ uint32_t ring_empty(int slot) const { return barriers() + (2 * Shape::kRing + slot) * 8; }
@@ -170,16 +173,16 @@ struct LatentMemory {
   __device__ uint32_t frequencies() const { return stage(0) - Shape::kDim * 2; }
 };
 
-// Which of 32 ranks is in a row of the product's second factor, of two products of 16: a lane has a word of eight codes
-// that follow each other, or of those that are strong one of four for each product. What is above 32 only adds to it.
+// Which of 32 ranks is in a row of the second factor, for two products of 16: a lane has a word of eight consecutive
+// codes, or for strong ones a word of four for each product. Ranks above 32 are only an added offset.
 __device__ constexpr int rank_of(int row, bool strong) {
   const int lane = row >> 1 & 3, step = row >> 4 & 1, half = row >> 3 & 1, other = row & 1;
   return (row & ~31) + (strong ? step * 16 + lane * 4 + half * 2 + other : lane * 8 + other * 4 + step * 2 + half);
 }
 
-// Where a byte of a token's codes is among those of 16 tokens. Lanes read of every second token at once, from different
-// banks: rows of 48 and 24 bytes lie so by themselves, in those of 64 and 32 bytes units of 16 change places.
-// A token's row begins at row_at, its byte i is byte i ^ moved_at there.
+// Where a byte of a token's codes is among those of 16 tokens. Lanes read every second token at once, from different
+// banks: rows of 48 and 24 bytes are naturally laid out so; in rows of 64 and 32 bytes, 16-byte units change places.
+// A token's row begins at row_at, and its byte i is byte i ^ moved_at there.
 template <class Shape>
 __device__ __forceinline__ int row_at(int token) {
   return (Shape::kSwapped ? token ^ (token >> 2 & 1) : token) * Shape::kCodeRow;

@@ -1,14 +1,14 @@
-// Values of a consumer's tile, and what comes of them.
+// Values of a consumer's tile, and their sums.
 #pragma once
 
 #include "shape.cuh"
 
 namespace shadowkv {
 
-// A row of codes in shared memory, of which units of 16 bytes may have changed places.
+// A row of codes in shared memory, whose 16-byte units may have changed places.
 struct StagedRow {
   uint32_t address;
-  int moved; // from a byte's place to where it is, of bits
+  int moved; // XORed with a byte's index to find its place
 
   template <int kBytes>
   __device__ __forceinline__ void read(uint32_t* to, int at) const {
@@ -25,11 +25,11 @@ struct StagedRow {
   }
 };
 
-// A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and those 8 further on, scales of tokens g, g + 8.
+// A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and of those 8 further on, scales of tokens g, g + 8.
 template <class Shape>
 struct TileValues {
   typename Shape::Value::template Pair<Shape::kDim> codes[2];
-  float scale[2]; // negative of no token
+  float scale[2]; // negative for no token
 
   __device__ __forceinline__ void load(uint32_t rows, uint32_t places) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -51,25 +51,25 @@ struct TileValues {
   }
 };
 
-// What a warp has attended to of a unit.
+// A warp's results for a unit.
 template <class Shape>
 struct Attended {
-  // (dimensions 16 i + g, + 8; queries 2t, 2t + 1); of few queries from t = 2 on dimensions half of all further on.
+  // (dimensions 16 i + g, + 8; queries 2t, 2t + 1); with few queries, from t = 2 on, dimensions dim / 2 further on.
   float o[Shape::kSums][4] = {};
-  // Of queries 2t, 2t + 1: the score that weights refer to.
+  // For queries 2t, 2t + 1: the score that weights are relative to.
   float top[2] = {-INFINITY, -INFINITY};
-  // Where a warpgroup's threads have, in shared memory as registers are scarce, the sums of weights and of weights x
-  // scale of these queries.
+  // Where a warpgroup's threads keep the sums of weights and of weights x scale of these queries: in shared memory, as
+  // registers are scarce.
   const uint32_t totals;
 
   __device__ __forceinline__ explicit Attended(uint32_t totals_) : totals(totals_) { store_shared16(my_totals(), {}); }
   __device__ __forceinline__ uint32_t my_totals() const { return totals + this_thread() % 128 * 16; }
 
-  // Scores s (tokens g, g + 8; queries 2t, 2t + 1), -inf of none.
+  // Scores s (tokens g, g + 8; queries 2t, 2t + 1), -inf for no token.
   __device__ __forceinline__ void add(const float (&s)[4], const TileValues<Shape>& values) {
     constexpr int kSums = Shape::kSums;
     const int g = threadIdx.x % 32 / 4;
-    // Weights may exceed one, up to 2^8, before their reference moves: it seldom does.
+    // Weights may exceed one, up to 2^8, before their reference moves, which is rare.
     const float highest[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
     float4 total = __builtin_bit_cast(float4, load_shared16(my_totals()));
     if (__any_sync(~0u, highest[0] > top[0] + 8 || highest[1] > top[1] + 8)) {
@@ -114,8 +114,8 @@ struct Attended {
     }
   }
 
-  // Makes one partial result of the sums of a consumer's four warps, in `sums` of shared memory (where the totals may
-  // be, at the beginning); with a barrier of its own.
+  // Computes one partial result from the sums of a consumer's four warps, in `sums` in shared memory (which may start
+  // with the totals); uses a separate barrier.
   __device__ __forceinline__ void write(float* partial, int group, float* sums, int barrier) {
     constexpr int kDim = Shape::kDim, kQueries = Shape::kQueries, kMergeRow = Shape::kMergeRow;
     using Pair = typename Shape::Value::template Pair<kDim>;

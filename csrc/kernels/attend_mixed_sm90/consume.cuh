@@ -1,4 +1,4 @@
-// The consumers: warpgroups that attend, a page each in turn.
+// The consumers: warpgroups that attend, one page each in turn.
 #pragma once
 
 #include "../attend_latents_sm90/keys.cuh"
@@ -9,7 +9,8 @@
 namespace shadowkv {
 
 // A warp's 16 rows of latents as the products' first factors, signed: codes in the mantissas of 1024, from which 1024
-// and what zero is stored as are taken, exactly. Four latents of a lane lie in up to 32 bits, which may begin anywhere.
+// and the stored value of zero are subtracted, exactly. A lane's four latents take up to 32 bits, which may begin
+// anywhere.
 template <class Shape>
 __device__ __forceinline__ void
 load_mixed_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows, const uint4* places) {
@@ -21,7 +22,7 @@ load_mixed_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows, const uint4* 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t at = rows + (half * 8 + g) * Shape::kLatentRow + place.x;
-      // The second word may be behind the row, and what is read of it is then not used.
+      // The second word may be past the row, and is then not used.
       const uint32_t four = __funnelshift_r(load_shared4(at), load_shared4(at + 4), place.y);
       const uint32_t pairs = __byte_perm(four, four >> 2 * width, 0x5410); // two in each half
       a[step][half] = bits(__hsub2(half2_of(pairs & place.z | 0x64006400u), half2_of(place.w)));
@@ -30,11 +31,11 @@ load_mixed_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows, const uint4* 
   }
 }
 
-// Begins the product of a warpgroup's latents and half h of a head's basis.
+// Issues the product of a warpgroup's latents and half h of a head's basis.
 template <class Shape>
 __device__ __forceinline__ void begin_mixed_keys(
     float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
-  // The same in all lanes, as the compiler is told by this: it may stay out of their registers.
+  // Tells the compiler that this is uniform across a warp, so that it need not be in vector registers.
   const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * (Shape::kHalfBytes / 16);
   begin_products();
   first_product(k, a[0], b);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void keep_keys(const HalfKeys& keys, bool never, cons
   keep(all, never, shared_address(memory.angles()));
 }
 
-// Begins their product with the queries: s is (tokens g, g + 8; queries 2t, 2t + 1).
+// Issues their product with the queries: s is (tokens g, g + 8; queries 2t, 2t + 1).
 template <class Shape>
 __device__ __forceinline__ void begin_scores(float (&s)[4], const HalfKeys& keys, uint32_t queries, int h) {
   constexpr int kEight = Shape::kQueries * 16; // bytes of eight dimensions
@@ -88,8 +89,8 @@ __device__ __forceinline__ void begin_scores(float (&s)[4], const HalfKeys& keys
   close_products();
 }
 
-// Attends to a page's 16 tokens of a warp. While a head's values are weighed, the product of the next head's keys is
-// under way; otherwise other consumers' are.
+// Attends to a warp's 16 tokens of a page. While a head's values are weighted, the product of the next head's keys is
+// running, or else those of other consumers.
 template <class Shape>
 __device__ __forceinline__ void attend_page(
     const MixedMemory<Shape>& memory, int stage, const bool (&there)[2], bool never, MixedSums<Shape> (&sums)[2]) {
@@ -122,11 +123,11 @@ __device__ __forceinline__ void attend_page(
     }
     settle(s);
     keep_keys(keys[1], never, memory);
-    // A warp none of whose tokens counts would have no largest score.
+    // A warp without any valid token would have no largest score.
     if (!__any_sync(~0u, there[0] || there[1])) continue;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Of few queries lanes from t = 2 on, whose columns are none, have those of t - 2.
+      // With few queries, lanes from t = 2 on have no columns of their own and take those of t - 2.
       if constexpr (Shape::kFew) s[j] = __shfl_sync(~0u, s[j], threadIdx.x & 29);
       s[j] = there[j / 2] ? s[j] : -INFINITY;
     }

@@ -7,12 +7,12 @@
 
 namespace shadowkv {
 
-// Where a lane finds its four latents of a step, and how.
+// Where and how a lane finds its four latents of a step.
 struct LatentPlace {
   uint32_t word;   // bytes from the row's first
   uint32_t shifts; // bits into it, and from bit 8 on bits of a latent
   uint32_t mask;   // of a latent, in both halves
-  uint32_t zero;   // two halves: 1024 and what zero is stored as
+  uint32_t zero;   // two halves: 1024 plus the stored value of zero
 
   template <int kSteps>
   __device__ static LatentPlace at(const uint8_t* widths, int step, int t) {
@@ -20,7 +20,7 @@ struct LatentPlace {
 #pragma unroll // so that all are loaded at once
     for (int i = 0; i < kSteps; ++i) {
       const uint32_t x = widths[kSameWidth * i];
-      if (i < step) words += x / 2; // 16 latents in so many
+      if (i < step) words += x / 2; // words of 16 latents
       if (i == step) width = x;
     }
     const uint32_t bit = 4 * width * t, mask = (1u << width) - 1;
@@ -30,7 +30,7 @@ struct LatentPlace {
 };
 
 // Which row of a step's second factor is rank i of 16. Lane t has ranks 4 t to 4 t + 3; the first and third are
-// neighbours in a register, and the second and last.
+// neighbours in a register, as are the second and last.
 __device__ __forceinline__ int row_of_rank(int i) { return 2 * (i / 4) + i % 4 / 2 + i % 2 * 8; }
 
 // Byte of a dimension of a row of a half of the basis: 32 dimensions and those RoPE pairs them with, as swizzled.
@@ -44,7 +44,7 @@ __device__ __forceinline__ char* basis_half(char* basis, int head, int dim) {
   return basis + (head * 2 + dim % kMixedHalf / 32) * Shape::kHalfBytes;
 }
 
-// Steps times whole numbers, as half: entries under 6e-5 lose bits, of keys around one none.
+// Steps times whole numbers, as half: entries under 6e-5 lose bits; for keys around one, none do.
 template <class Shape>
 __device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t state, int first_head, char* basis, int thread) {
   constexpr int kUnits = 2 * kMixedDim / 8, kAtOnce = Shape::kFillThreads / kUnits; // eight dimensions each; ranks
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t state,
   const float* const steps = in.step + state * in.step_state;
   char* const to = basis_half<Shape>(basis, head, dim);
   constexpr int kPasses = (Shape::kRank + kAtOnce - 1) / kAtOnce;
-  uint2 loaded[kPasses]; // all at once: a block waits for them
+  uint2 loaded[kPasses]; // all at once, as a block waits for them
   float step[kPasses];
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void fill_angles(const MixedInputs& in, uint4* angles
   to[256] = {sine[0], sine[1], sine[2], sine[3]}, to[384] = {sine[4], sine[5], sine[6], sine[7]};
 }
 
-// A thread has an entry. Its warp's lanes write different copies, as entries lie in the same banks.
+// A thread has one entry. Its warp's lanes write different copies, as entries are in the same banks.
 __device__ __forceinline__ void fill_codebook(const float* codebook, char* to, int thread) {
   const float4 x = reinterpret_cast<const float4*>(codebook)[thread];
   const uint2 entry = {pack_f16(x.x, x.y), pack_f16(x.z, x.w)};
@@ -117,7 +117,7 @@ __device__ __forceinline__ void fill_codebook(const float* codebook, char* to, i
     *reinterpret_cast<uint2*>(to + (thread * kCopies + (thread + i) % kCopies) * 8) = entry;
 }
 
-// The consumers' threads, who wait for each other.
+// Run by the consumers' threads, which wait for each other.
 template <class Shape>
 __device__ __forceinline__ void
 fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int thread) {
@@ -133,7 +133,7 @@ fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sh
     fill_codebook(in.codebook + in.value_states[share.sequence] * in.codebook_state, memory.codebook(), thread);
   }
   if (thread < Shape::kSteps * 4) memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read the basis by another way
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read the basis through the async proxy
   sync_threads(1, Shape::kFillThreads);
 }
 

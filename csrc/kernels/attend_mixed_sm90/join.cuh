@@ -1,4 +1,4 @@
-// Joins what a block's warps have attended to.
+// Merges the results of a block's warps.
 #pragma once
 
 #include "constants.h"
@@ -7,7 +7,7 @@
 
 namespace shadowkv {
 
-// Leaves a warp's sums of a head where all find them.
+// Stores a warp's sums of a head where all warps can read them.
 template <class Shape>
 __device__ __forceinline__ void leave_sums(const MixedSums<Shape>& sums, MixedResults<Shape>& results) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, query = 2 * t % Shape::kQueries;
@@ -43,7 +43,7 @@ __device__ __forceinline__ float multiply_by_hadamard(float y, float* row, int d
   return sum * 0.08838834764831845f; // 1 / sqrt(128)
 }
 
-// As the outputs, or as a split's share in them.
+// Writes the outputs, or a split's share of them.
 template <class Shape>
 __device__ __forceinline__ void join_warps(
     const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory,
@@ -58,7 +58,7 @@ __device__ __forceinline__ void join_warps(
     for (int w = 0; w < kWarps; ++w) top = max_or_nan(top, memory.results(w, head).peak[query]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      // Without tokens a sum is 0, otherwise at least 2^-8, or NaN, which has to show.
+      // Without tokens a sum is 0, otherwise at least 2^-8, or NaN, which must propagate.
       const MixedResults<Shape>& found = memory.results(w, head);
       const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
       total += weight * found.sum[query], y += weight * found.out[query][dim];

@@ -13,7 +13,7 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
       : "memory");
 }
 
-// A page's latents lie together, and so do two heads' codes of values.
+// A page's latents are contiguous, and so are two heads' codes of values.
 template <class Shape>
 __device__ __forceinline__ void
 copy_pages(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory) {
@@ -21,7 +21,7 @@ copy_pages(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sha
   const int64_t* const key_pages = in.key_pages + share.sequence * in.key_pages_row;
   const int64_t* const value_pages = in.value_pages + share.sequence * in.value_pages_row;
   for (int done = 0; done < share.count; done += 32) {
-    // The names of 32 pages at a time; they are under 2^32.
+    // Reads the names of 32 pages at a time; they are under 2^32.
     const int mine = share.page(min(done + lane, share.count - 1));
     const uint32_t key_name = uint32_t(key_pages[mine]), value_name = uint32_t(value_pages[mine]);
     for (int i = done; i < min(done + 32, share.count); ++i) {
@@ -74,7 +74,7 @@ rope_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<S
       *reinterpret_cast<__half*>(at) = __float2half(q.x * cosine + q.y * sine);
       *reinterpret_cast<__half*>(at + kQueries * 16) = __float2half(q.y * cosine - q.x * sine);
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them through the async proxy
     __syncwarp();
     if (f % 32 == 0) arrive(memory.full(stage));
   }

@@ -5,8 +5,8 @@
 
 namespace shadowkv {
 
-// c[64 x 8] = or += a[64 x 16] b[8 x 16]^T, of half, a in registers, in the fragments of mma_f16. Of b eight queries and
-// eight dimensions are 16 bytes each, one after the other; the other eight dimensions begin kNext bytes further on.
+// c[64 x 8] = or += a[64 x 16] b[8 x 16]^T, in half, a in registers, in the fragments of mma_f16. In b, eight
+// dimensions of each of eight queries are 16 contiguous bytes; the other eight dimensions begin kNext bytes further on.
 #define SHADOWKV_QUERY_PRODUCT(ADD, BIND)                                                                \
   asm volatile(                                                                                           \
       "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " ADD ", 0;\nmov.b64 b, {%8, 0x00000008};\n"      \

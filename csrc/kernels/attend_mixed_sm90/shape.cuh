@@ -1,4 +1,4 @@
-// What attention from mixed latents on Hopper reads, which pages are a block's, and what shared memory holds.
+// What attention from mixed latents on Hopper reads, which pages belong to a block, and its shared memory.
 #pragma once
 
 #include "../attend_latents_sm90/async.cuh"
@@ -32,16 +32,16 @@ struct MixedInputs {
   const float* step;         // [states, rank], of the basis
   const uint8_t* widths;     // [states, rank], of latents
   const __nv_bfloat16* mean; // [states, heads, 128]
-  const float* largest;      // [states, heads, 128]: what values were divided by
+  const float* largest;      // [states, heads, 128]: divisors of the values
   const float* codebook;     // [states, 256, 4]
   const uint32_t* frequencies; // as LatentInputs has them
   int64_t key_pages_row, value_pages_row, basis_state, step_state, widths_state, mean_state, largest_state, codebook_state;
   uint32_t latent_page, code_page;
-  float score_scale; // of q k in the exponent to base 2
+  float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, entries, splits;
 };
 
-// A block's part of its sequence and two kv heads: pages first, first + step and so on.
+// A block's part of its sequence and two kv heads: pages first, first + step, etc.
 struct MixedShare {
   int64_t sequence;
   int head;            // the first of two
@@ -61,8 +61,8 @@ struct MixedShare {
   __device__ int page(int i) const { return first + i * step; }
 };
 
-// kFew: at most four queries a head. The columns of the values' product are then those queries twice, over two halves
-// of the dimensions of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
+// kFew: at most four queries per head. The columns of the values' product are then those queries twice, over two halves
+// of the dimensions of eight tokens, instead of eight queries over 16 tokens: half the sums, in as many products.
 template <int kRank_, bool kFew_>
 struct MixedShape {
   static constexpr int kRank = kRank_;
@@ -71,7 +71,7 @@ struct MixedShape {
   static constexpr int kSums = kFew ? 4 : 8;  // fragments of them
   static constexpr int kSteps = kRank / kSameWidth; // of the keys' product
   static constexpr int kLatentRow = kRank / 2;
-  // Warpgroups that attend, and registers of their threads and of the producers': 512 for four, or 504 for three.
+  // Consumer warpgroups, and registers of their threads and of the producers': 512 for four warpgroups, 504 for three.
   static constexpr int kConsumers = kFew ? 3 : 2;
   static constexpr int kFillThreads = 128 * kConsumers;
   static constexpr int kThreads = kFillThreads + 128;
@@ -92,7 +92,7 @@ struct MixedShape {
   static_assert(kRank % kSameWidth == 0 && kStages >= kConsumers);
 };
 
-// What a warp has in the end of a head, by query; scores are in the exponent to base 2.
+// A warp's final results of a head, by query; scores are base-2 exponents.
 template <class Shape>
 struct MixedResults {
   float peak[Shape::kQueries], sum[Shape::kQueries];
@@ -105,7 +105,7 @@ struct MixedMemory {
   char* const base;
 
   __device__ char* basis() const { return base; }
-  __device__ MixedResults<Shape>& results(int warp, int head) const { // in place of all that comes before the stages
+  __device__ MixedResults<Shape>& results(int warp, int head) const { // replaces everything before the stages
     static_assert(
         sizeof(MixedResults<Shape>) * 2 * 4 * Shape::kConsumers <=
         Shape::kBasisBytes + Shape::kAngleBytes + Shape::kCodebookBytes);
@@ -120,7 +120,7 @@ struct MixedMemory {
   __device__ char* queries(int i) const { return codes(i) + Shape::kCodeBytes; }
   // Where lane t finds its four of 16 latents: [steps, 4], see LatentPlace.
   __device__ uint4* places() const { return reinterpret_cast<uint4*>(stage(Shape::kStages)); }
-  // Of heads and halves of the product's columns those of each t: [2, 2, 4] times 16 halves.
+  // Per head and half of the product's columns, those of each t: [2, 2, 4] times 16 halves.
   __device__ uint4* mean() const { return places() + Shape::kSteps * 4; }
   __device__ uint32_t full(int i) const { return shared_address(mean()) + Shape::kMeanBytes + 8 * i; }
   __device__ uint32_t empty(int i) const { return full(i) + 8 * Shape::kStages; }

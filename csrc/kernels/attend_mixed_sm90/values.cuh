@@ -1,4 +1,4 @@
-// Values of a warp's tokens, looked up in the codebook, and what comes of them.
+// Values of a warp's tokens, looked up in the codebook, and their sums.
 #pragma once
 
 #include "../attend/fragments.cuh"
@@ -6,7 +6,7 @@
 
 namespace shadowkv {
 
-// Vector i of four whose numbers are the bytes of x, of a lane's own copy of the codebook.
+// Vector i of the four whose indices are the bytes of x, from the lane's own copy of the codebook.
 __device__ __forceinline__ uint2 look_up(const char* codebook, uint32_t x, int i) {
   constexpr int kShift = 7; // an entry and its copies take 128 bytes
   static_assert(kCopies * 8 == 1 << kShift);
@@ -14,7 +14,7 @@ __device__ __forceinline__ uint2 look_up(const char* codebook, uint32_t x, int i
   return *reinterpret_cast<const uint2*>(codebook + (at & 0xff << kShift | threadIdx.x % kCopies * 8));
 }
 
-// The same vector of two tokens, both halves of a register of the same dimension.
+// The same vector of two tokens; both halves of a register belong to the same dimension.
 struct TwoVectors {
   uint32_t dim[4];
 
@@ -25,16 +25,16 @@ struct TwoVectors {
   }
 };
 
-// What a warp has attended to of a head. Lane g has vectors 4 g to 4 g + 3 of its tokens.
+// A warp's results for a head. Lane g has vectors 4 g to 4 g + 3 of its tokens.
 template <class Shape>
 struct MixedSums {
-  // o[2 i + n]: (dimensions 2 n and 2 n + 1 of vector 4 g + i; queries 2t, 2t + 1); of few queries, from t = 2 on, of
+  // o[2 i + n]: (dimensions 2 n and 2 n + 1 of vector 4 g + i; queries 2t, 2t + 1); with few queries, from t = 2 on, of
   // vector 4 g + i + 2.
   float o[Shape::kSums][4] = {};
-  float top[2] = {-INFINITY, -INFINITY}; // of queries 2t, 2t + 1: the score that weights refer to
+  float top[2] = {-INFINITY, -INFINITY}; // for queries 2t, 2t + 1: the score that weights are relative to
   float sum[2] = {};                     // of weights, of this lane's tokens
 
-  // Scores s (tokens g, g + 8; queries 2t, 2t + 1), -inf of tokens that do not count, which are not all.
+  // Scores s (tokens g, g + 8; queries 2t, 2t + 1), -inf for tokens that do not count; at least one token counts.
   __device__ __forceinline__ void add(const float (&s)[4], const char* codes, const char* codebook) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     raise_top(fmaxf(s[0], s[2]), fmaxf(s[1], s[3]));
@@ -46,7 +46,7 @@ struct MixedSums {
       sum[0] += rounded.x, sum[1] += rounded.y;
       p[half] = transpose_matrix(both);
     }
-    uint32_t x[2][2]; // of tokens 2t, 2t + 1 and those 8 further on: the numbers of four vectors
+    uint32_t x[2][2]; // for tokens 2t, 2t + 1 and those 8 further on: the indices of four vectors
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       x[i / 2][i % 2] =
@@ -72,7 +72,7 @@ struct MixedSums {
     }
   }
 
-  // Weights may exceed one, up to 2^8, before what they refer to moves: it seldom does.
+  // Weights may exceed one, up to 2^8, before their reference moves, which is rare.
   __device__ __forceinline__ void raise_top(float first, float second) {
     if (!__any_sync(~0u, first > top[0] + 8 || second > top[1] + 8)) return;
     const float highest[2] = {first, second};

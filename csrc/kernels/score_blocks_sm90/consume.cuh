@@ -1,5 +1,5 @@
-// The consumers: four warpgroups, each with 64 rows of a pair of parts. While one's products go on, the others compute
-// exponentials: these take less time than the products of three.
+// The consumers: four warpgroups, each with 64 rows of a pair of parts. While one's products run, the others compute
+// exponentials, which take less time than the products of three.
 #pragma once
 
 #include "../block_products.cuh"
@@ -10,7 +10,7 @@ namespace shadowkv {
 
 template <class Shape>
 __device__ __forceinline__ void score_spans(const ScoreCall& call, const ScoreMemory<Shape>& memory, int consumer) {
-  // Of eight exponentials. With fewer dimensions products take less time than exponentials do.
+  // How many of eight exponentials. With fewer dimensions, products take less time than exponentials.
   constexpr int kByPowers = Shape::kDim == 128 ? 1 : 3;
   const int half = consumer / 2, first = consumer % 2 * 64, lane = threadIdx.x % 32; // the part, and rows of it
   const int row = first + threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;      // which this thread may store

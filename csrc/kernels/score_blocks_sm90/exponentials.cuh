@@ -1,29 +1,29 @@
 // Sums of exponentials of scores, in the fragments that products leave: a thread has two rows, g and g + 8 of its
-// warp's 16, and of each of 16 groups of eight columns two neighbours, in s[4 i + 2 r + e].
+// warp's 16, and two neighbouring columns from each of 16 groups of eight, in s[4 i + 2 r + e].
 #pragma once
 
 #include "../mma.cuh"
 
 namespace shadowkv {
 
-// 2^x on the units that multiply and add, for x from -kReach to kReach, a relative error below 1e-4; beyond, that of
-// the nearest end. x is 2 kReach y - kReach, y from 0 to 1: so a multiplication that saturates does the clamping.
+// 2^x on the multiply-add units, for x from -kReach to kReach, with a relative error below 1e-4; beyond, the value at
+// the nearest end. x is 2 kReach y - kReach, y from 0 to 1: so a saturating multiplication does the clamping.
 struct Powers {
   static constexpr float kReach = 120;
 
   __device__ static __forceinline__ float of(float y) {
     constexpr float kShift = 12582912 - kReach; // at which floats are integers: x, rounded, is in the lowest bits
     const float shifted = fmaf(y, 2 * kReach, kShift), whole = shifted - kShift;
-    const float left = fmaf(y, 2 * kReach, -whole); // from -1/2 to 1/2, where the cubic is the best one of 2^x
+    const float left = fmaf(y, 2 * kReach, -whole); // from -1/2 to 1/2, where the cubic is the best fit to 2^x
     const float cubic = fmaf(fmaf(fmaf(0.05517167f, left, 0.24261112f), left, 0.69326099f), left, 0.99992807f);
     return __uint_as_float(__float_as_uint(cubic) + (__float_as_uint(shifted) << 23));
   }
 };
 
-// Exponents are relative to a base of each row, a whole number; sums from 2^-60 to 2^100 have lost nothing of weight
-// to the ends of floats, or of Powers, whatever the base. So a base stays where it is until a sum leaves that range.
-// A multiprocessor computes 16 exponentials a clock, as many as its products of 128 dimensions make scores: of every
-// eight, some come from Powers.
+// Exponents are relative to a base per row, a whole number; sums from 2^-60 to 2^100 have lost nothing significant to
+// the ends of the range of floats, or of Powers, whatever the base. So a base is kept until a sum leaves that range.
+// A multiprocessor computes 16 exponentials per clock, as many as its products of 128 dimensions produce scores: of
+// every eight, some are computed by Powers.
 template <int kByPowers>
 __device__ __forceinline__ void sum_exponentials(
     float (&sum)[2], const float (&s)[64], const float (&base)[2], float scale) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void sum_exponentials(
   for (int i = 0; i < 64; ++i) {
     const int r = i / 2 % 2;
     float& to = part[r][i % 2];
-    if (i * 3 % 8 < kByPowers) // of both rows alike
+    if (i * 3 % 8 < kByPowers) // the same for both rows
       to += Powers::of(__saturatef(fmaf(s[i], narrow, middle[r])));
     else
       to += exp2_fast(fmaf(s[i], scale, -base[r]));
@@ -49,7 +49,7 @@ __device__ __forceinline__ void sum_exponentials(
   }
 }
 
-// Bases next to the rows' largest scores.
+// Bases close to the rows' largest scores.
 __device__ __forceinline__ void find_bases(float (&base)[2], const float (&s)[64], float scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ void find_bases(float (&base)[2], const float (&s)[64
   }
 }
 
-// log2 of the row's sum that this thread is to store: of its first row in the quad's first thread, of its second one
-// in the next. All of a warp go the same way.
+// log2 of the row sum that this thread is to store: of its first row in the quad's first thread, of its second row
+// in the next thread. All threads of a warp take the same branch.
 template <int kByPowers>
 __device__ __forceinline__ float log_sum(const float (&s)[64], float (&base)[2], float scale) {
   float sum[2];

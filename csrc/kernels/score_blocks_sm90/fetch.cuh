@@ -33,8 +33,8 @@ struct Sample {
   }
 };
 
-// Padding rows become zeros. A lane finds a token of one of four samples, so that the warp waits for few. Units of 16
-// bytes lie as copies of boxes would leave them, swizzled by their rows.
+// Padding rows become zeros. A lane looks up a token of one of four samples, so that the warp waits for few loads.
+// Units of 16 bytes are laid out as by copies of boxes, swizzled by their rows.
 template <class Shape>
 __device__ __forceinline__ void copy_queries(const ScoreCall& call, uint32_t queries, const Span& span, int warp) {
   using Element = typename Shape::Element;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void fetch_queries(const ScoreCall& call, const Score
     copy_queries<Shape>(call, memory.queries(queries.slot), span, warp);
     close_copy_group();
     wait_copy_groups<0>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them through the async proxy
     arrive(memory.queries_full(queries.slot));
     queries.advance();
   }

@@ -1,5 +1,4 @@
-// What scores of blocks on Hopper are read from and written to, how they are cut into spans, and what shared memory
-// holds.
+// Inputs and outputs of scores of blocks on Hopper, how blocks are split into spans, and the shared memory.
 #pragma once
 
 #include "../block_copies.cuh"
@@ -15,12 +14,12 @@ struct ScoreCall {
   int64_t q_token, q_head;
   const int* sampled; // [heads group, tiles, kSampled]: rows of q
   float* scores; // [blocks, heads, parts, kRows]
-  float scale;   // of q k in the exponent to base 2
-  int n, m, heads, group, tiles, together, parts; // as many tiles together in a part
-  int sink, local;                                // first blocks, and those before a tile's own, that have no scores
+  float scale;   // turns q k into a base-2 exponent
+  int n, m, heads, group, tiles, together, parts; // together: tiles in a part
+  int sink, local;                                // first blocks, and blocks before a tile's own, that have no scores
   int span, spans;                                // blocks of a span, and spans of a part
 
-  // The end of the blocks that a part has scores of.
+  // The end of the blocks for which a part has scores.
   __host__ __device__ int end(int part) const {
     const int tile = ((part + 1) * together < tiles ? (part + 1) * together : tiles) - 1;
     return (m - n + tile * kBlock) / kBlock - local + 1;
@@ -32,7 +31,7 @@ struct ScoreCall {
 // A span of blocks of one kv head, for two parts of queries. All parts go through a span at the same time, on different
 // multiprocessors, so that keys are read from memory once.
 struct Span {
-  int head, pair, first, count; // no blocks, maybe fewer than none, for parts that end before
+  int head, pair, first, count; // count: 0 or less for parts that end before
 
   __device__ Span(const ScoreCall& call, int number) {
     const int left = number / call.pairs();
@@ -51,7 +50,7 @@ struct ScoreShape {
   static constexpr int kKeyBytes = kDim / kBoxDims * kBoxBytes; // of 128 rows of keys, or of queries of one part
   static constexpr int kQueryBytes = 2 * kKeyBytes;
 
-  // Registers: the compiler gives 96 to each thread, and what producers leave is enough for these.
+  // Registers: the compiler gives 96 to each thread, and what producers release is enough for these.
   static constexpr int kConsumers = 4; // warpgroups, each with half of a part
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 112;
@@ -62,8 +61,8 @@ struct ScoreShape {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The parts of a block's shared memory. What is full the consumers wait for, what is empty the producers; each of the
-// consumers' warps says so.
+// The parts of a block's shared memory. Consumers wait for `full` barriers, producers for `empty` ones, at which each
+// of the consumers' warps arrives.
 template <class Shape>
 struct ScoreMemory {
   uint32_t first; // a multiple of 1024

@@ -1,4 +1,4 @@
-// What both launches that select by a histogram have in common: their shared memory, and the count of their values.
+// What both launches that select by a histogram have in common: their shared memory, and the counting of values.
 #pragma once
 
 #include "../radix_select.cuh"
@@ -6,8 +6,8 @@
 
 namespace shadowkv {
 
-// Bytes of shared memory, `most` at most, to select from 8 `groups` values: two bit sets or sums of groups and, where
-// there is room, the values, to look at them again.
+// Bytes of shared memory, at most `most`, to select from 8 `groups` values: two bit sets or sums of groups and, if
+// there is room, the values, to read them again.
 struct LargestMemory {
   int bits, values;
   LargestMemory(int64_t groups, bool sampled, int64_t most)
@@ -16,15 +16,15 @@ struct LargestMemory {
   int bytes() const { return bits + values; }
 };
 
-constexpr int kFewBlocks = 3, kManyBlocks = 5; // that a multiprocessor holds, of 512 threads or of 256
+constexpr int kFewBlocks = 3, kManyBlocks = 5; // that a multiprocessor holds, with 512 or 256 threads
 
 struct SelectPhase {
   SelectBySketch of;
   LargestMemory memory;
 };
 
-// Counts 8 `groups` values and copies them to shared memory behind the bit sets, where that has room; returns where
-// they can be read again.
+// Counts 8 `groups` values and copies them to shared memory after the bit sets, if there is room; returns where they
+// can be read again.
 __device__ __forceinline__ const uint4*
 count_values(RadixShared& shared, const LargestMemory& memory, uint4* room, const uint4* values, int groups) {
   for (int i = threadIdx.x; i < kFirstBins; i += blockDim.x) shared.first[i] = 0;
@@ -33,7 +33,7 @@ count_values(RadixShared& shared, const LargestMemory& memory, uint4* room, cons
   uint4* copies = room + memory.bits / 16;
 #pragma unroll 1
   for (int i = threadIdx.x; i < groups; i += 4 * blockDim.x) {
-    uint4 x[4]; // all under way at once
+    uint4 x[4]; // all in flight at once
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (i + j * int(blockDim.x) < groups) x[j] = values[i + j * blockDim.x];

@@ -1,4 +1,4 @@
-// The first launch: finds the runs with the best signs, of a row and kv head in each block.
+// The first launch: finds the runs with the best sign scores, one row and kv head per block.
 #pragma once
 
 #include "constants.h"
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const auto keep = [&](uint32_t place, uint32_t run, float weight) {
       kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
     };
-    float length = 0; // of a query, on average
+    float length = 0; // average over the queries
     if (p.sampled) {
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
       length /= p.group, state.slope = p.chunk_sharpness * length;

@@ -5,18 +5,18 @@
 
 namespace shadowkv {
 
-// Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1 and
-// the others runs 2 and 3. Queries that there are none of are copies of the last.
+// Queries as fragments: lane 4 g + t has those of query g, or of g % 4, where the first four are multiplied with runs 0
+// and 1 and the others with runs 2 and 3. Missing queries are copies of the last.
 template <int kBytes, bool kWide>
 struct QueryFragments {
   static constexpr int kHalves = RunCodes<kBytes>::kHalves, kPlanes = kBytes == 8 ? 4 : 8; // bits of a token in a lane
   static constexpr int kTiles = kWide ? 2 : 1;
-  // Codes of weight 4 in sums of their own; floats that begin with these bits are kMagic + a whole number.
+  // Codes of weight 4 have separate sums; floats that begin with these bits are kMagic + a whole number.
   static constexpr int kMagicBits = 0x4b400000;
   static constexpr float kMagic = 12582912;
   uint32_t b[kHalves][kPlanes][kWide ? 1 : 2];
   float unit[2];
-  int start[2]; // 4 times the sum of codes less their mean begins with this
+  int start[2]; // start value of 4 times the sum of codes minus their mean
 
   __device__ __forceinline__ QueryFragments(const SelectBySketch& p, unsigned row) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -89,7 +89,7 @@ struct QueryFragments {
       best[r] = fmaxf(score[0], score[1]);
     }
     const int t = threadIdx.x % 4;
-    // The maximum over a quad's lanes, of another run in each of them.
+    // The maximum over a quad's lanes, for a different run in each lane.
     const auto exchange = [](bool odd, float x, float y, int mask) {
       return fmaxf(odd ? y : x, __shfl_xor_sync(~0u, odd ? x : y, mask));
     };

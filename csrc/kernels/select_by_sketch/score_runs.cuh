@@ -7,7 +7,7 @@
 
 namespace shadowkv {
 
-// kBytes: of a token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
+// kBytes: per token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
 template <int kBytes, bool kWide, bool kSingle>
 __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlocks)
     score_runs_kernel(const SelectBySketch p) {
@@ -16,14 +16,14 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
   const unsigned sequences = p.rows / p.heads;
-  // What is read here was there before the launch that finds the runs.
+  // What is read here was written before the launch that finds the runs.
   if (warp == 0) count_slices(p, sequences, before);
   __syncthreads();
   const SliceLine line = {before, sequences, before[sequences] * p.heads};
   wait_for_launch_before();
   let_next_launch_begin();
 
-  // Warps of a block begin with one slice of several heads, which are of much the same pages.
+  // Warps of a block begin with the same slice of several heads, which covers much the same pages.
   unsigned number = blockIdx.x * kScoreWarps + warp;
   Slice own = line.find(p, number);
   const RunStages<kBytes> stages(memory);

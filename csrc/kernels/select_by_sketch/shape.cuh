@@ -1,4 +1,4 @@
-// What the launches of a search read and write, and what each leaves in memory for the next.
+// What the launches of a search read and write, and what each passes on in memory to the next.
 #pragma once
 
 #include "../weighted_sampling.cuh"
@@ -8,21 +8,21 @@ namespace shadowkv {
 
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
-constexpr int kScoreWarps = 8;  // of a block that scores
-constexpr int kScoreBlocks = 3; // of a multiprocessor
-constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
-constexpr int kShortSlice = 8;  // so many
+constexpr int kScoreWarps = 8;  // per block that scores
+constexpr int kScoreBlocks = 3; // per multiprocessor
+constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each;
+constexpr int kShortSlice = 8;  // this many if there are few
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
 
-// What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
+// What all of a row's scores share: the number of kept runs, and the linear map from scores to exponents.
 struct RowState {
   int count;
   float slope, edge;
   int unused;
 };
 
-// What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, the
-// logarithm (to base 2) of how many each stands for, and a RowState.
+// What a row passes on in memory to the next launch: scores of the kept runs' chunks, 8 bytes for each of these runs,
+// the logarithm (to base 2) of how many runs each stands for, and a RowState.
 struct Region {
   int keep, values, kept, weights;
   Region(int64_t pages, int64_t chunk, int64_t k) {
@@ -44,13 +44,13 @@ struct SelectBySketch {
   int64_t pages_stride;                             // of a row, in names
   const int64_t* num_pages;                         // [B]
   const int64_t* budget;                            // [B]
-  const int64_t *sampled, *seeds;                   // [B], or null where nothing is sampled
+  const int64_t *sampled, *seeds;                   // [B], or null if nothing is sampled
   const float* length;                              // [B, H, G]
   float run_sharpness, chunk_sharpness;             // times lengths, in exponents to base 2
   uint32_t first_head;                              // of this layer, among all layers' heads
   uint8_t* workspace; // [B, H, region]
   int64_t* selected;  // [B, H, k]
-  float* log_weight;  // [B, H, k], or null where nothing is sampled
+  float* log_weight;  // [B, H, k], or null if nothing is sampled
   Region region;      // of a row
   int heads, group, num_pages_most, log_chunk, k;
   unsigned rows; // B H
@@ -62,17 +62,17 @@ struct SelectBySketch {
   __device__ int budget_of(unsigned sequence) const {
     return int(max(int64_t(0), min(budget[sequence], int64_t(k))));
   }
-  // Chunks to sample of each of a sequence's rows.
+  // Chunks to sample for each of a sequence's rows.
   __device__ int sampled_of(unsigned sequence) const {
     const int top_k = budget_of(sequence);
     return sampled && top_k ? int(max(int64_t(0), min(sampled[sequence], int64_t(k - top_k)))) : 0;
   }
-  // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
+  // Runs that are kept for each of a sequence's rows, unless their scores are -inf.
   __device__ int kept_of(unsigned sequence) const {
     const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + sampled_of(sequence);
     return wanted ? kept_runs(runs, int64_t(wanted) << log_chunk) : 0;
   }
-  // Those of them that are sampled.
+  // How many of them are sampled.
   __device__ int sampled_runs_of(unsigned sequence) const {
     const int keep = kept_of(sequence);
     return sampled_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / kSampledShare : 0;

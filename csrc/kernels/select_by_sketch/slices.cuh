@@ -1,4 +1,4 @@
-// How the kept runs of all rows are dealt out to warps.
+// How the kept runs of all rows are distributed over warps.
 #pragma once
 
 #include "../radix_select.cuh"
@@ -6,15 +6,15 @@
 
 namespace shadowkv {
 
-// A slice of the kept runs of a row, as a lane knows it.
+// A slice of the kept runs of a row, from a lane's view.
 struct Slice {
   uint2 named; // the page name and run of the lane's run
-  float slope, more; // what makes its tokens' scores exponents
+  float slope, more; // linear map from its tokens' scores to exponents
   unsigned row, head, first;
-  int left; // runs from the first on, at most those of a slice: 0 or less of one that there is not
+  int left; // runs from the first on, at most those of a slice; 0 or less if there is no such slice
 };
 
-// Leaves in `before` how many slices of a head there are before each sequence, and of all. For one warp.
+// Stores in `before` how many slices of a head there are before each sequence, and in total. For one warp.
 __device__ __forceinline__ void count_slices(const SelectBySketch& p, unsigned sequences, uint32_t* before) {
   const int lane = threadIdx.x % 32;
   uint32_t sum = 0;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void count_slices(const SelectBySketch& p, unsigned s
   if (lane == 0) before[sequences] = sum;
 }
 
-// The slices of all rows one after the other, those of all heads at one place together.
+// The slices of all rows in order, with those of all heads at one place adjacent.
 struct SliceLine {
   const uint32_t* before; // as count_slices leaves it
   unsigned sequences, all;
@@ -38,7 +38,7 @@ struct SliceLine {
     Slice x{};
     if (number >= all) return x;
     const unsigned place = number / p.heads;
-    int sequence = -1; // the last that begins with it or before
+    int sequence = -1; // the last that begins at or before it
     for (unsigned first = 0; first < sequences; first += 32)
       sequence += __popc(__ballot_sync(~0u, first + lane < sequences && before[first + lane] <= place));
     x.head = number % p.heads, x.row = sequence * p.heads + x.head, x.first = (place - before[sequence]) * p.slice;

@@ -25,17 +25,17 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t from) {
   return x;
 }
 
-// The bits of the half next to x: the largest or the lowest finite one of what is beyond.
+// The bits of the half nearest to x, clamped to the largest or the lowest finite one.
 __device__ __forceinline__ uint16_t finite_half(float x) {
   uint16_t y;
   asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
 }
 
-// Does nothing, but the compiler cannot make x and y again from what they were made of.
+// Does nothing, but prevents the compiler from recomputing x and y.
 __device__ __forceinline__ void keep_in_registers(uint32_t& x, uint32_t& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 
-// Tokens of a plane are 16 bytes apart; of 32 bytes, the second halves follow all the first.
+// Tokens of a plane are 16 bytes apart; with 32 bytes, the second halves follow all the first.
 template <int kBytes>
 __device__ __forceinline__ void copy_token(uint32_t to, const uint8_t* from) {
   if constexpr (kBytes == 8) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ void copy_token(uint32_t to, const uint8_t* from) {
   }
 }
 
-// x[half][r]: 4 bytes of token g of run r, from this lane's place in a plane. With 8 bytes a token, lanes t and t + 2
-// have the same bytes, the later ones shifted: the lower 4 bits of theirs are those that the others have above.
+// x[half][r]: 4 bytes of token g of run r, from this lane's place in a plane. With 8 bytes per token, lanes t and t + 2
+// have the same bytes, shifted in the latter: their lower 4 bits are the upper 4 bits of the former.
 template <int kBytes>
 __device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBatch], uint32_t from) {
   if constexpr (kBytes == 8) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBa
   }
 }
 
-// Four runs as a lane has them in registers: token g of each, and the scale of token g of run t.
+// Four runs in a lane's registers: token g of each, and the scale of token g of run t.
 template <int kBytes>
 struct RunCodes {
   static constexpr int kHalves = (kBytes + 15) / 16; // words of a token
@@ -70,7 +70,7 @@ struct RunCodes {
 template <int kBytes>
 struct RunStages {
   using Stage = Stage<kBytes>;
-  int run, token; // that the lane copies, of a batch
+  int run, token; // that the lane copies from a batch
   uint32_t to_codes, to_scale, codes_here, scale_here;
 
   __device__ __forceinline__ explicit RunStages(const uint8_t* memory) {
@@ -79,12 +79,12 @@ struct RunStages {
     run = lane / kRun, token = lane % kRun;
     to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
     to_scale = stages + Stage::kScale + run * kRun;
-    // Of 16 bytes or more, ldmatrix takes addresses where the lane copied to.
+    // With 16 bytes or more, ldmatrix takes the addresses to which the lane copied.
     codes_here = kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes;
     scale_here = stages + Stage::kScale + t * kRun + g;
   }
 
-  // A batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
+  // Copies a batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
   __device__ __forceinline__ void
   copy(const SelectBySketch& p, uint2 named, unsigned head, int left, int first, int slot) const {
     const int at = first + run;
@@ -101,10 +101,10 @@ struct RunStages {
     close_copy_group();
   }
 
-  // Waits for the oldest batch and reads it; its stage may be filled again then.
+  // Waits for the oldest batch and reads it; its stage may then be filled again.
   __device__ __forceinline__ void load(RunCodes<kBytes>& codes, int slot) const {
     wait_copy_groups<kStages - 1>();
-    __syncwarp(); // all lanes' copies are there
+    __syncwarp(); // all lanes' copies have arrived
     load_plane<kBytes>(codes.sign, codes_here + slot * Stage::kSize);
     load_plane<kBytes>(codes.low, codes_here + slot * Stage::kSize + Stage::kRest);
     codes.scale = load_shared1(scale_here + slot * Stage::kSize);
