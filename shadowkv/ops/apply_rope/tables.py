@@ -85,7 +85,7 @@ class RopeConfig:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the scaling's parameters yield frequencies above 0 and a usable magnitude."""
+        """Whether the scaling's parameters yield finite frequencies, none negative, and a usable magnitude."""
         try:
             inverse = self.inverse_frequencies()
             return bool(inverse.isfinite().all() and (inverse >= 0).all()) and 0 < self.magnitude < math.inf

@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
-    """Whether this kernel supports these arguments of ``cuda.attend_selected``."""
+    """Whether this kernel supports these arguments, as ``attend_selected`` takes them."""
     rank = keys.basis.shape[1]
     return (
         available()
