@@ -193,7 +193,7 @@ class KeyPart(Part):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons = []
-        if spec.key_groups > 1 and not cls.low_rank:
+        if spec.key_groups != 1 and not cls.low_rank:
             reasons.append(f"key_groups={spec.key_groups} has no meaning with keys={spec.keys!r}, which are no latents")
         if spec.rank is not None and not cls.low_rank:
             reasons.append(f"rank={spec.rank} has no meaning with keys={spec.keys!r}")
