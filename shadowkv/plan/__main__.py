@@ -157,8 +157,8 @@ def _plan(planner: Planner, name: str, args: argparse.Namespace) -> Plan:
     changed = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
     try:
         if len(args.kv) > 1:  # each flag applies to the policies that have it
-            base = planner.shard.policy(preset(name))
-            if base.rank is None:
+            base = preset(name)
+            if not planner.takes_rank(base):
                 del changed["rank"]
             if not base.selects:
                 del changed["budget"], changed["outliers"]

@@ -87,6 +87,11 @@ def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None
     assert slower["equivalent_bandwidth_tbs"] == pytest.approx(2)
 
 
+def test_a_flag_may_mend_a_policy_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = run_json(capsys, "--kv", "quest:chunk=7", "turbo:rank=99999", "--kv-chunk", "8", "--kv-rank", "64")["plans"]
+    assert [(one["spec"]["chunk"], one["spec"]["rank"]) for one in plans] == [(8, None), (8, 64)]
+
+
 def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     exact, low = run_json(capsys), run_json(capsys, "--quantization", "fp8")
     assert (exact["quantization"], low["quantization"]) == (None, "fp8")
