@@ -15,6 +15,9 @@ __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 
 MAX_SOURCE_CHARACTERS = 1 << 16
 """Compiling longer ones takes seconds; the longest templates of real models have 20,000."""
+COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
+"""Refusals by Python's compiler of what a template becomes: 20 nested loops, lone surrogates, numbers or expressions
+that are too large."""
 _MAX_ERROR_CHARACTERS = 400
 
 
@@ -38,7 +41,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: line {error.lineno}: {_short(error)}") from error
-        except Exception as error:  # templates become Python: its compiler may refuse in any way, e.g. 20 nested loops
+        except COMPILER_ERRORS as error:
             raise ValueError(f"the chat template is not valid: {_short(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

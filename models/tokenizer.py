@@ -207,11 +207,9 @@ def library_errors(what: str) -> Iterator[None]:
         panicked = False
         try:
             yield
-        except (ValueError, OSError, MemoryError):
-            raise
         except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
             panicked = type(error).__name__ == "PanicException"
-            if not isinstance(error, Exception) and not panicked:
+            if type(error) is not Exception and not panicked:
                 raise
             raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
         finally:

@@ -12,6 +12,7 @@ from bad_files import Serve, assert_refused, edit_json, write_directory
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
+from shadowkv.models.tokenizer import library_errors
 
 TOKENIZER, CONFIGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -123,3 +124,12 @@ def test_a_bad_template_file_is_refused(content: bytes, model: Path, serve: Serv
 def test_a_directory_in_place_of_a_template(model: Path, serve: Serve) -> None:
     (model / TEMPLATE).mkdir()
     assert_refused(serve(model), TEMPLATE)
+
+
+@pytest.mark.parametrize("error", [KeyError("ours"), TypeError("ours"), OSError("ours")], ids=repr)
+def test_only_the_librarys_own_errors_are_taken_for_refusals(error: Exception) -> None:
+    with pytest.raises(type(error), match="ours"), library_errors("the tokeniser"):
+        raise error
+    refused = "the tokeniser is refused by the tokenizers library: theirs"
+    with pytest.raises(ValueError, match=refused), library_errors("the tokeniser"):
+        raise Exception("theirs")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
@@ -180,24 +181,16 @@ class Part(ABC):
 
 
 class KeyPart(Part):
-    """How a selected key is rebuilt.
-
-    Attributes:
-        low_rank: whether keys are latents of kv heads joined: a policy's ``rank`` and ``key_groups`` apply to them.
-        centres: whether a policy's ``centred`` applies to them.
-    """
-
-    low_rank: ClassVar[bool] = False
-    centres: ClassVar[bool] = False
+    """How a selected key is rebuilt."""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons = []
-        if spec.key_groups != 1 and not cls.low_rank:
+        reasons, latents = [], spec.keys in LATENT_CODECS
+        if spec.key_groups != 1 and not latents:
             reasons.append(f"key_groups={spec.key_groups} has no meaning with keys={spec.keys!r}, which are no latents")
-        if spec.rank is not None and not cls.low_rank:
+        if spec.rank is not None and not latents:
             reasons.append(f"rank={spec.rank} has no meaning with keys={spec.keys!r}")
-        if spec.centred and not cls.centres:
+        if spec.centred and spec.keys not in ROW_CODECS:
             reasons.append(f"centred has no meaning with keys={spec.keys!r}, which are not coded row by row")
         return reasons
 

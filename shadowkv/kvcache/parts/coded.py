@@ -138,7 +138,6 @@ class CodedPart(Part):
 
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
-    centres = True
 
     @property
     def fits_on_earlier(self) -> bool:

@@ -39,7 +39,6 @@ class LowRankKeys(KeyPart):
 
     ops = ("low_rank_basis", "project_latents")
     diagnostics = (KEPT_ENERGY,)
-    low_rank = True
     fits_on_earlier = True
 
     @classmethod
