@@ -52,6 +52,8 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
     settings = _settings(args, model, same)
     if args.suite == "niah":
         settings["haystack"] = haystack(args.data).name
+    if args.suite == "open-ended":
+        settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)
     predictions = run(answerer, samples, policies, args.out, model)
     if args.vary:

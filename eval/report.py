@@ -58,14 +58,14 @@ class Row:
     output_tokens_difference: Estimate | None
 
 
-def write_summary(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes both tables."""
+def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, section: str = "") -> None:
+    """Writes both tables; ``section`` is a suite's own, for the end of summary.md."""
     found = summarise(predictions)
     with replacing(folder / "summary.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows(rows(found, model))
-    write_text(folder / "summary.md", markdown(found, model))
+    write_text(folder / "summary.md", "\n".join(filter(None, (markdown(found, model), section))))
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
@@ -157,15 +157,16 @@ def rows(found: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]
     return [
         (
             *(model, row.kv, row.length, "" if row.budget is None else row.budget, row.task),
-            *(*_rounded(row.score), row.samples),
-            *(row.pairs, *_rounded(row.difference), *_rounded(row.interval)),
-            *(*_rounded(row.output_tokens), *_rounded(row.output_tokens_difference)),
+            *(*rounded(row.score), row.samples),
+            *(row.pairs, *rounded(row.difference), *rounded(row.interval)),
+            *(*rounded(row.output_tokens), *rounded(row.output_tokens_difference)),
         )
         for row in found
     ]
 
 
-def _rounded(numbers: tuple[float, float] | None) -> list[float | str]:
+def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
+    """Cells of a CSV; empty where there is no number."""
     return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
 
 
@@ -191,18 +192,19 @@ def markdown(found: Sequence[Row], model: str) -> str:
 
 
 def _shown(row: Row, samples: int) -> str:
-    text = _with_error(row.score, 100, "")
+    text = with_error(row.score, 100)
     if row.difference is not None and row.interval is not None:
         low, high = row.interval
         interval = "" if math.isnan(low) else f", {100 * low:+.1f} to {100 * high:+.1f}"
         text += f" ({100 * row.difference[0]:+.1f}{interval})"
     if row.output_tokens is not None:
-        text += f"; {_with_error(row.output_tokens, 1, '')} tokens"
+        text += f"; {with_error(row.output_tokens, 1)} tokens"
     if row.output_tokens_difference is not None:
-        text += f" ({_with_error(row.output_tokens_difference, 1, '+')})"
+        text += f" ({with_error(row.output_tokens_difference, 1, '+')})"
     return text + (f", n = {row.samples}" if row.samples < samples else "")
 
 
-def _with_error(estimate: Estimate, scale: float, sign: str) -> str:
+def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
+    """An estimate times ``scale`` in words; with ``sign="+"`` also positive ones have a sign."""
     mean, error = estimate
     return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import platform
 import random
@@ -35,7 +36,7 @@ def source_code(seed: str, characters: int) -> str:
 
     Raises ValueError if all files together are shorter.
     """
-    files = _source_files()
+    files = list(_source_files())
     random.Random(seed).shuffle(files)
     parts, missing = [], characters
     for name, path in files:
@@ -53,14 +54,16 @@ def source_versions() -> str:
     return f"Python {platform.python_version()}, torch {version('torch')}"
 
 
-def _source_files() -> list[tuple[str, Path]]:
+@functools.cache
+def _source_files() -> tuple[tuple[str, Path], ...]:
     """Names as paths of modules, and the files, in order of the names."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.submodule_search_locations is not None
     standard_library, package = Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])
-    return sorted(
+    found = (
         (path.relative_to(base).as_posix(), path)
         for root, base in ((standard_library, standard_library), (package, package.parent))
         for path in root.rglob("*.py")
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.stat().st_size >= SHORTEST
     )
+    return tuple(sorted(found))
