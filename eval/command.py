@@ -15,12 +15,14 @@ from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import ablations
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails
+from shadowkv.eval.fidelity.texts import CODE
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.haystack import haystack
 from shadowkv.eval.policies import Policy, local_policies, served_policy
 from shadowkv.eval.remote import Remote
 from shadowkv.eval.run import Answerer, command_line, run, write_config
 from shadowkv.eval.tasks import SUITES
+from shadowkv.eval.texts import source_versions
 from shadowkv.eval.tokenizers import load_tokenizer
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenizer import Tokenizer
@@ -50,6 +52,8 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
     settings = _settings(args, model, same)
     if args.suite == "niah":
         settings["haystack"] = haystack(args.data).name
+    if args.suite == "open-ended":
+        settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)
     predictions = run(answerer, samples, policies, args.out, model)
     if args.vary:
@@ -64,6 +68,8 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     prompts = fidelity.cut(args, loaded)
     same = ("text", "prompts", "prompt_tokens", "new_tokens", "measure_every", "unquantized_reference")
     settings = _settings(args, model, (*SAME, *same))
+    if Path(CODE) in (args.text or ()):
+        settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)
     need = args.prompt_tokens + args.new_tokens
     leading = load_from_config(_config(args, need, None)) if args.unquantized_reference else None

@@ -24,6 +24,8 @@ class Prediction:
         score: mean of the turns' scores, in [0, 1].
         attended_tokens: per kv head, in the last step; None where a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
+        output_tokens: of the answers, all turns together, without the tokens that end them; as a server counts them
+            where it does, otherwise None, as in folders from before the field.
         seconds: the policy's own time: decoding, and prefill of later turns, of a batch divided by its samples; the
             whole request where a server answers.
         prefill_seconds: the first prompt's prefill with everything that the requested policies store.
@@ -41,6 +43,7 @@ class Prediction:
     prefill_seconds: float | None = None
     attended_tokens: int | None = None
     least_kept_energy: float | None = None
+    output_tokens: int | None = None
 
     @property
     def sample(self) -> tuple[str, int, str]:

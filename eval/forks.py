@@ -111,6 +111,7 @@ class Forks:
                     prefill_seconds=round(prefill_seconds[row], 4),
                     attended_tokens=int(figures["attended_tokens"]),
                     least_kept_energy=figures.get("least_kept_energy"),
+                    output_tokens=sum(map(len, answers[row])),
                 )
             cache.clear()
 

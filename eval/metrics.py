@@ -9,6 +9,8 @@ from shadowkv.eval.longbench_metrics import LONGBENCH_METRICS
 from shadowkv.eval.sample import Sample
 
 Metric = Callable[[str, tuple[str, ...]], float]
+LOOP = 256
+"""Characters of the shortest loop, about 64 tokens: shorter repetitions, such as rulers and tables, are no failure."""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
@@ -29,10 +31,25 @@ def exact_match(prediction: str, references: tuple[str, ...]) -> float:
     return float(bool(lines) and lines[0].strip() in {reference.strip() for reference in references})
 
 
+def ends_in_loop(text: str) -> bool:
+    """Whether the text ends in a loop: a cycle of any length, three times or more, over ``LOOP`` characters or more."""
+    for cycle in range(1, len(text) // 3 + 1):
+        loop = text[-max(LOOP, 3 * cycle) :]
+        if len(loop) >= LOOP and loop[cycle:] == loop[:-cycle]:
+            return True
+    return False
+
+
+def no_loop(prediction: str, references: tuple[str, ...]) -> float:
+    """1 unless the answer ends in a loop; there is no right answer."""
+    return float(not ends_in_loop(prediction))
+
+
 METRICS: dict[str, Metric] = {
     "string_match_all": string_match_all,
     "string_match_part": string_match_part,
     "exact_match": exact_match,
+    "no_loop": no_loop,
     **LONGBENCH_METRICS,
     **INFINITEBENCH_METRICS,
 }

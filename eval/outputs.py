@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shadowkv.eval import niah
+from shadowkv.eval import niah, open_ended, open_ended_report
 from shadowkv.eval.files import Prediction, write_json
 from shadowkv.eval.plots import plot_budgets, plot_needles, plot_scores
 from shadowkv.eval.report import labels, write_summary
@@ -17,7 +17,13 @@ from shadowkv.eval.statistics import mean_and_error
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
     """Writes them; plots only if matplotlib is installed."""
-    write_summary(predictions, model, folder)
+    open_answers = [p for p in predictions if p.task in open_ended.TASKS]
+    section = ""
+    if open_answers:
+        rows = list(open_ended_report.summarise(open_answers))
+        open_ended_report.write_csv(rows, model, folder / "open_ended.csv")
+        section = open_ended_report.markdown(rows)
+    write_summary(predictions, model, folder, section)
     needles = [p for p in predictions if p.task in niah.TASKS]
     if needles:
         write_json(folder / "niah.json", needle_cells(needles))

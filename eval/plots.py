@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.files import Prediction, replacing
-from shadowkv.eval.report import BASELINE, Cells, by_cell, labels
+from shadowkv.eval.report import BASELINE, by_cell, labels, score, scores_by_task, values
 from shadowkv.eval.statistics import mean_and_error
 
 
@@ -26,8 +26,11 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     for axis, length in zip(axes, lengths):
         for number, label in enumerate(shown):
             beside = 0.8 * ((number + 0.5) / len(shown) - 0.5)
-            found = [(row + beside, scores_of(cells, (length, task), label, paired)) for row, task in enumerate(tasks)]
-            points = [(y, *mean_and_error(scores)) for y, scores in found if scores]
+            found = [
+                (row + beside, values(cells.get((length, task), {}), label, score, paired))
+                for row, task in enumerate(tasks)
+            ]
+            points = [(y, *mean_and_error(*scores)) for y, scores in found if scores]
             if points:
                 y, means, errors = zip(*points)
                 style = {"fmt": "o", "markersize": 4, "capsize": 2, "color": colour(number), "label": label}
@@ -93,24 +96,13 @@ def plot_needles(
     save_figure(figure, path)
 
 
-def scores_of(cells: Cells, cell: tuple[int, str], label: str, paired: bool) -> list[float]:
-    """A policy's scores for a length and task; if ``paired``, their differences to full attention's, for the samples
-    that this has answered too."""
-    by_policy = cells.get(cell, {})
-    scores = by_policy.get(label, {})
-    if not paired:
-        return list(scores.values())
-    full = by_policy.get(BASELINE, {})
-    return [score - full[sample] for sample, score in scores.items() if sample in full]
-
-
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
     """Mean tokens attended, mean score and its error in per cent, for each policy; fewest tokens first."""
     points = []
     for label in labels(predictions):
         chosen = [p for p in predictions if p.policy == label and p.attended_tokens is not None]
         if chosen:
-            mean, error = mean_and_error([p.score for p in chosen])
+            mean, error = mean_and_error(*scores_by_task(chosen))
             attended = sum(p.attended_tokens or 0 for p in chosen) / len(chosen)
             points.append((attended, 100 * mean, 100 * bar_length(error)))
     return sorted(points)

@@ -57,6 +57,7 @@ class Remote:
 
     def _answer(self, sample: Sample, policy: Policy) -> Prediction:
         start, text, answers = time.perf_counter(), "", list[str]()
+        counts: list[int | None] = []
         for turn in sample.turns:
             text += turn
             self._check(sample, text)
@@ -68,6 +69,8 @@ class Remote:
                 raise ValueError(f"sample {sample.id} of {sample.task}: {error}") from error
             answers.append(reply.choices[0].text)
             text += answers[-1]
+            counts.append(reply.usage.completion_tokens if reply.usage else None)
+        known = [count for count in counts if count is not None]
         return Prediction(
             task=sample.task,
             id=sample.id,
@@ -78,6 +81,7 @@ class Remote:
             predictions=answers,
             score=score(sample, answers),
             seconds=round(time.perf_counter() - start, 4),
+            output_tokens=sum(known) if len(known) == len(counts) else None,
         )
 
     def _check(self, sample: Sample, text: str) -> None:

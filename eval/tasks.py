@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shadowkv.eval import infinitebench, longbench, niah, ruler, stress
+from shadowkv.eval import infinitebench, longbench, niah, open_ended, ruler, stress
 from shadowkv.eval.haystack import haystack
 from shadowkv.eval.sample import Sample
 from shadowkv.models.tokenizer import Tokenizer
@@ -71,6 +71,15 @@ def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sampl
     return _together(make, args.length, chosen(args.tasks, tuple(stress.KINDS)))
 
 
+def open_ended_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """Every open-ended task at every length."""
+
+    def make(length: int, task: str) -> list[Sample]:
+        return open_ended.samples(task, tokenizer, length, args.samples, args.seed, args.chat)
+
+    return _together(make, args.length, chosen(args.tasks, open_ended.TASKS))
+
+
 def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
     """Samples of every length and task, in that order, made in threads: most of the time goes to the tokeniser."""
     with ThreadPoolExecutor() as threads:
@@ -103,4 +112,5 @@ SUITES: dict[str, Suite] = {
     "longbench": longbench_samples,
     "infinitebench": infinitebench_samples,
     "stress": stress_samples,
+    "open-ended": open_ended_samples,
 }

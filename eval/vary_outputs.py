@@ -33,11 +33,11 @@ class Point:
     samples: int
 
 
-def points(field: str, samples: dict[tuple[int, str], list[float]]) -> list[Point]:
-    """One for each length and label of a policy, from the figures of its samples."""
+def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> list[Point]:
+    """One for each length and label of a policy, from the figures of its samples in a list per task."""
     return [
-        Point(length, *without_field(label, field), *mean_and_error(values), len(values))
-        for (length, label), values in samples.items()
+        Point(length, *without_field(label, field), *mean_and_error(*tasks), sum(map(len, tasks)))
+        for (length, label), tasks in samples.items()
     ]
 
 

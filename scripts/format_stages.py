@@ -24,7 +24,7 @@ from shadowkv.engine.loading import load_from_config
 from shadowkv.eval.__main__ import main as evaluate
 from shadowkv.eval.fidelity.measured import of_policy, read_measured
 from shadowkv.eval.fidelity.report import FIGURES, over_prompts
-from shadowkv.eval.fidelity.texts import cut_prompts, read_texts
+from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.files import Prediction, PredictionFile
 from shadowkv.eval.policies import local_policies
 from shadowkv.eval.provenance import provenance
@@ -80,7 +80,7 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
             max_model_len=args.prompt_tokens + 1,
         )
     )
-    prompts = cut_prompts(read_texts(args.text), loaded.tokenizer, args.prompts, args.prompt_tokens)
+    prompts = read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
     specs = [resolve(preset(kv), config.shape) for kv in missing]
     found = distortions(loaded, specs, [prompt.tokens for prompt in prompts])
     for kv, spec, (keys, values) in zip(missing, specs, found, strict=True):

@@ -38,7 +38,7 @@ from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.eval.fidelity.follower import kl_divergence
-from shadowkv.eval.fidelity.texts import cut_prompts, read_texts
+from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.loader import LoadedModel
@@ -175,7 +175,7 @@ def compare(ones: list[Found], others: list[Found]) -> dict[str, float]:
 
 def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
     """Prompts, and leaders with text from elsewhere after their documents."""
-    pieces = cut_prompts(read_texts(args.text), engine.tokenizer, args.prompts, args.document + QUESTION + OTHER)
+    pieces = read_prompts(args.text, engine.tokenizer, args.prompts, args.document + QUESTION + OTHER)
     for number, piece in enumerate(pieces):
         document, other = piece.tokens[: args.document], pieces[number - 1].tokens[-OTHER:]
         yield Case(piece.tokens[: args.document + QUESTION], document + other)

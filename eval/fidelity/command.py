@@ -1,4 +1,4 @@
-"""The suite ``fidelity``: prompts from text files, every policy along full attention's own continuation of them."""
+"""The suite ``fidelity``: prompts from texts, every policy along full attention's own continuation of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadowkv.eval.fidelity.follow import follow, prompts_at_once
 from shadowkv.eval.fidelity.measured import Measured, read_measured, write_measured
 from shadowkv.eval.fidelity.plots import plot_fidelity
 from shadowkv.eval.fidelity.report import write_tables
-from shadowkv.eval.fidelity.texts import Prompt, cut_prompts, read_texts
+from shadowkv.eval.fidelity.texts import Prompt, read_prompts
 from shadowkv.eval.policies import Policy
 from shadowkv.models.loader import LoadedModel
 
@@ -23,7 +23,7 @@ def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
     need, most = args.prompt_tokens + args.new_tokens, loaded.config.max_position
     if need > most:
         raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {most}")
-    return cut_prompts(read_texts(args.text), loaded.tokenizer, args.prompts, args.prompt_tokens)
+    return read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
 
 
 def measure(

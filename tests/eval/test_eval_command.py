@@ -115,7 +115,7 @@ def test_a_server(tmp_path: Path) -> None:
         assert command.main([*arguments, "2", "--base-url", url, "--kv", "theirs", "--out", str(out)]) == 0
     assert len(bodies) == 4
     rows = (out / "summary.csv").read_text().splitlines()
-    assert rows[1] == "stub,theirs,600,,niah_multiturn,0.0,0.0,2"
+    assert rows[1] == "stub,theirs,600,,niah_multiturn,0.0,0.0,2,0,,,,,6.0,0.0,,"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from refusals import refusal
 
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
+from shadowkv.eval import texts
 from shadowkv.eval.fidelity import command as fidelity
+from shadowkv.eval.haystack import Haystack
+from shadowkv.eval.statistics import mean_and_error
 from shadowkv.models.loader import LoadedModel
 
 
@@ -38,6 +41,8 @@ def test_files_and_going_on(
     out = tmp_path / "out"
     assert (out / "summary.md").read_text() in capsys.readouterr().out
     full, turbo = rows(out / "fidelity.csv")
+    assert full["texts"] == "files"
+    assert "of files" not in (out / "summary.md").read_text()
     assert (full["kv"], full["prompts"], full["mean_kl"], full["hit_rate_1x"]) == ("full", "2", "0.0", "")
     assert float(turbo["mean_kl"]) > 0
     assert 0 <= float(turbo["hit_rate_1x"]) <= float(turbo["hit_rate_4x"]) <= 1
@@ -55,6 +60,31 @@ def test_files_and_going_on(
     assert [row["kv"] for row in rows(out / "fidelity.csv")] == ["full", "turbo", "quest"]
     assert command.main([*arguments, "--new-tokens", "5"]) == 2
     assert "new_tokens=4, not 5; use another folder" in capsys.readouterr().err
+
+
+def test_essays_and_code_are_summarised_separately(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hay = Haystack("essays", tuple(f"This is sentence {number} of an essay." for number in range(100)))
+    monkeypatch.setattr(texts, "haystack", lambda file: hay)
+    assert command.main([*arguments, "--text", "essays", "code"]) == 0
+    out = tmp_path / "out"
+    names = {entry["prompt"]: entry for entry in json.loads((out / "fidelity.json").read_text())}
+    assert [name.split(":")[0] for name in names] == ["essays"] * 2 + ["code"] * 2
+    table = rows(out / "fidelity.csv")
+    assert [(row["kv"], row["texts"], row["prompts"]) for row in table] == [
+        *(("full", "essays", "2"), ("turbo", "essays", "2"), ("full", "code", "2"), ("turbo", "code", "2"))
+    ]
+    mean, error = mean_and_error([one["mean_kl"] for name, one in names.items() if name.startswith("code")])
+    assert float(table[3]["mean_kl"]) == pytest.approx(mean, rel=1e-5)
+    assert float(table[3]["mean_kl_stderr"]) == pytest.approx(error, rel=1e-2)
+    summary = (out / "summary.md").read_text()
+    assert summary.index("Prompts of essays of 400 tokens (2)") < summary.index("Prompts of code of 400 tokens (2)")
+    assert json.loads((out / "config.json").read_text())["settings"]["source_versions"] == texts.source_versions()
+    # Source files of another version are other prompts.
+    monkeypatch.setattr(execution, "source_versions", lambda: "Python 2.7")
+    assert command.main([*arguments, "--text", "essays", "code"]) == 2
+    assert "not 'Python 2.7'; use another folder" in capsys.readouterr().err
 
 
 def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

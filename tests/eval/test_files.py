@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
         again.append(predicted(0.5, 2))
         assert path.read_bytes() == content
     assert PredictionFile(path).answered() == {(("t", 1000, str(number)), "full") for number in range(3)}
+
+
+def test_a_line_of_before_has_no_output_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    PredictionFile(path).append(predicted(1, output_tokens=7))
+    assert PredictionFile(path).predictions == [predicted(1, output_tokens=7)]
+    line = json.loads(path.read_text())
+    del line["output_tokens"]
+    path.write_text(json.dumps(line) + "\n")
+    assert PredictionFile(path).predictions == [predicted(1)]
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:

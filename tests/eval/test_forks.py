@@ -104,6 +104,7 @@ def test_the_answers_of_full_attention_are_those_of_one_long_prompt(loaded: Load
         chosen = [token for token, _ in Session(loaded, policy.spec, 1300).greedy(tokens, 6)]
         assert loaded.tokenizer.decode(chosen) == answer
         tokens += chosen
+    assert found.output_tokens == 6 * len(SAMPLE.turns)
 
 
 def test_an_end_token_ends_the_answer(loaded: LoadedModel) -> None:
@@ -112,7 +113,10 @@ def test_an_end_token_ends_the_answer(loaded: LoadedModel) -> None:
     tokens = _greedy(loaded, policy, TEXT)
     forks.ends = {tokens[2]}
     (found,) = forks.answers([(SAMPLE, [policy])])
-    assert found.predictions[0] == loaded.tokenizer.decode(tokens[: tokens.index(tokens[2])])
+    answer = tokens[: tokens.index(tokens[2])]
+    assert found.predictions[0] == loaded.tokenizer.decode(answer)
+    (alone,) = forks.answers([(replace(SAMPLE, turns=(TEXT,), references=(("x",),)), [policy])])
+    assert alone.output_tokens == len(answer)
 
 
 def test_too_long_a_sample_is_named(loaded: LoadedModel) -> None:

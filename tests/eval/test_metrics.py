@@ -14,6 +14,8 @@ CASES = [
     ("exact_match", "\n Paris \nLondon", ("Paris",), 1),
     ("exact_match", "Paris, France", ("Paris",), 0),
     ("exact_match", "", ("Paris",), 0),
+    ("no_loop", "and so on " * 26, (), 0),
+    ("no_loop", "and so on, and so on, and so on.", (), 1),
     # "the cat sat" -> cat sat; "a cat" -> cat: precision 1/2, recall 1.
     ("qa_f1", "The cat, sat!", ("dog", "a cat"), 2 / 3),
     ("qa_f1", "", ("a cat",), 0),

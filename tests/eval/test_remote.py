@@ -22,6 +22,13 @@ def test_turns_send_the_conversation_and_the_limits() -> None:
     assert all((body["max_tokens"], body["temperature"], body["model"]) == (5, 0, "stub") for body in bodies)
     assert (found.predictions, found.score) == ([" blue", " green"], 0.5)
     assert (found.policy, found.kv, found.budget, found.attended_tokens) == ("mine", "mine", None, None)
+    assert found.output_tokens == 6
+
+
+def test_answers_that_the_server_does_not_count() -> None:
+    with stub_server(100, usage=False) as (url, _):
+        (found,) = Remote(url, None, len, 1).answers([(sample(0, "blue"), [served_policy("mine")])])
+    assert found.output_tokens is None
 
 
 def test_many_at_once() -> None:
