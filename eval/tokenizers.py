@@ -17,5 +17,5 @@ def load_tokenizer(source: str) -> Tokenizer:
     path = resolve(source, weights=True)
     if path.suffix == ".gguf":
         file = GGUFFile(path)
-        return tokenizer_from_gguf(file, config_from_gguf(file, None, None).eos_token_ids)
+        return tokenizer_from_gguf(file, config_from_gguf(file).eos_token_ids)
     return tokenizer_from_directory(path)

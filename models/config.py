@@ -112,16 +112,16 @@ class ModelConfig:
         """What a cache has to know about the model."""
         return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim)
 
-    def with_limits(self, max_model_len: int | None, rope_theta: float | None) -> ModelConfig:
-        """The config with the user's overrides applied and its window as a limit.
+    def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
+        """The config with its window as a limit.
 
-        ``rope_theta`` means that the weights were trained with another base; how far they reach is then for the user to
-        say, by ``max_model_len``. Raises ValueError where ``max_model_len`` is more than the model supports.
+        ``another_base`` means that the weights were trained with another base of RoPE than their files say; how far
+        they reach is then for the user to say, by ``max_model_len``. Raises SettingsError where ``max_model_len`` is
+        more than the model supports.
         """
         config = self
-        if rope_theta is not None:
-            position = self.max_position if max_model_len is None else max_model_len
-            config = replace(config, rope=replace(config.rope, theta=rope_theta), max_position=position)
+        if another_base and max_model_len is not None:
+            config = replace(config, max_position=max_model_len)
         if config.sliding_window is not None and config.max_position > config.sliding_window:
             if max_model_len is not None and max_model_len > config.sliding_window:
                 window = counted(config.sliding_window, "token")
@@ -136,7 +136,8 @@ class ModelConfig:
             positions = counted(config.max_position, "position")
             raise SettingsError(
                 f"max_model_len={max_model_len} is more than the {positions} this "
-                f"{config.architecture} model is made for; an adapter that extends it needs rope_theta too",
-                ["max_model_len", "rope_theta"],
+                f"{config.architecture} model is made for; what extends it is a rope_scaling in hf_overrides, or the "
+                "rope_theta that an adapter was trained with",
+                ["max_model_len", "hf_overrides"],
             )
         return config

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import OTHER_MODEL, ModelFileError, in_words, naming
 from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.hf_fields import wrong_fields
-from shadowkv.models.registry import family
+from shadowkv.models.overrides import overridden_config
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 """GGUF architectures that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
@@ -31,8 +31,11 @@ _FIELDS = {
 _STOPS = ("eos", "eot", "eom")
 
 
-def config_from_gguf(file: GGUFFile, max_model_len: int | None = None, rope_theta: float | None = None) -> ModelConfig:
-    """ModelConfig of the file with the user's limits applied; raises ModelFileError where it cannot be run."""
+def config_from_gguf(
+    file: GGUFFile, max_model_len: int | None = None, overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """ModelConfig of the file with the user's overrides and limit applied; raises ModelFileError where it cannot be
+    run, and with overrides SettingsError."""
     if file.architecture not in ARCHITECTURES:
         raise ModelFileError(
             file.path,
@@ -59,16 +62,14 @@ def config_from_gguf(file: GGUFFile, max_model_len: int | None = None, rope_thet
     hf["partial_rotary_factor"] = 1.0 if rotating is None else rotating / head_dim
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)
-        config = family(file.architecture).config_from_hf(hf, max_model_len)
-        if "rope_freqs.weight" in file.names:
-            # Llama 3.1's scaling, stored as its result: a divisor per frequency, which is LongRoPE's form.
-            factors = tuple(file.tensor("rope_freqs.weight").flatten().tolist())
-            rope = replace(config.rope, scaling="longrope", factors=factors, attention_factor=1.0)
-            config = replace(config, rope=rope)
-    return config.with_limits(max_model_len, rope_theta)
+    return overridden_config(file.path, hf, max_model_len, overrides)
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:
+    if "rope_freqs.weight" in file.names:
+        # Llama 3.1's scaling, stored as its result: a divisor per frequency, which is LongRoPE's form.
+        factors = file.tensor("rope_freqs.weight").flatten().tolist()
+        return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
     if "rope_factors_long.weight" in file.names:
         return {
             "rope_type": "longrope",

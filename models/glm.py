@@ -11,6 +11,8 @@ from shadowkv.models.config import ModelConfig
 from shadowkv.models.hf_config import build_config
 from shadowkv.models.weights import Targets, decoder_targets, rows
 
+FIELDS = ("attention_bias",)
+
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``glm`` or ``glm4`` config; raises ValueError where it cannot be run."""

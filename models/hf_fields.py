@@ -30,8 +30,23 @@ _LARGEST = {
 }
 """Limits of integers from 1 on; no model comes near, and products of numbers within them fit in 63 bits."""
 
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+"""The objects that describe RoPE: the old name and transformers 5's, which is read first."""
+
+FIELDS = tuple(
+    dict.fromkeys(
+        (
+            *_REQUIRED,
+            *_LARGEST,
+            *("hidden_act", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
+            *("rope_theta", "partial_rotary_factor", *ROPE_OBJECTS),
+        )
+    )
+)
+"""What every family reads; modules of families name what they read besides."""
+
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-_POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _DIVISORS = ("short_factor", "long_factor")
 
@@ -67,15 +82,16 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
     check(hf, "rms_norm_eps", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
     for name in ("eos_token_id", "bos_token_id"):
         check(hf, name, are_token_ids, "a token id or a list of them")
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in ROPE_OBJECTS:
         check(hf, name, lambda value: isinstance(value, dict), "an object")
-    scalings = [hf[name] for name in ("rope_scaling", "rope_parameters") if isinstance(hf.get(name), dict)]
+    scalings = [hf[name] for name in ROPE_OBJECTS if isinstance(hf.get(name), dict)]
     for fields in (hf, *scalings):
         check(fields, "rope_theta", lambda value: is_number(value, 1), "a number above 1")
         check(fields, "partial_rotary_factor", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
     for fields in scalings:
         for name in ("rope_type", "type"):
             check(fields, name, lambda value: isinstance(value, str), "a text")
+        check(fields, "factor", lambda value: is_number(value) and value >= 1, "a number from 1 on")
         for name in _POSITIVE:
             check(fields, name, lambda value: is_number(value, 0), "a positive number")
         for name in _NOT_NEGATIVE:

@@ -19,6 +19,7 @@ _SCALINGS = {
     "longrope": "longrope",
     "su": "longrope",  # the name in Phi-3's first release
 }
+_ALWAYS_READ = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def rope_from_hf(
@@ -40,11 +41,7 @@ def rope_from_hf(
     """
     # Some configs contain the unused form as null.
     scaling: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in _SCALINGS:
-        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
-    if scaling.get("long_factor") is not None and kind == "yarn":
-        kind = "longrope"  # the name in Phi-3's first release
+    kind = _kind(scaling)
     theta = scaling.get("rope_theta") or hf.get("rope_theta") or default_theta
     partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or default_partial
     rotary_dim = int(head_dim * partial)
@@ -66,6 +63,22 @@ def rope_from_hf(
             or hf["max_position_embeddings"]
         )
     return _BUILDERS[_SCALINGS[kind]](hf, scaling, base, max_model_len)
+
+
+def unread_fields(scaling: dict[str, Any]) -> list[str]:
+    """A reason for every entry that its type of RoPE does not read; raises ValueError for an unknown type."""
+    kind = _kind(scaling)
+    known = (*_ALWAYS_READ, *_REQUIRED[_SCALINGS[kind]], *_OPTIONAL[_SCALINGS[kind]])
+    unread = [str(name) for name in scaling if name not in known]
+    return [f"rope type {kind!r} reads no {', '.join(unread)}; it reads {', '.join(known)}"] if unread else []
+
+
+def _kind(scaling: dict[str, Any]) -> str:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    # The name in Phi-3's first release.
+    return "longrope" if kind == "yarn" and scaling.get("long_factor") is not None else kind
 
 
 def _plain(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
@@ -123,4 +136,14 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
+        *("beta_fast", "beta_slow", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
 }

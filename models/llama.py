@@ -8,6 +8,8 @@ from shadowkv.models.config import ModelConfig
 from shadowkv.models.hf_config import build_config
 from shadowkv.models.weights import Targets, decoder_targets
 
+FIELDS = ("attention_bias", "sliding_window")
+
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``llama`` or ``mistral`` config; raises ValueError where it cannot be run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -25,8 +26,9 @@ from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf_weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.hf_fields import are_token_ids
+from shadowkv.models.overrides import overridden_config
 from shadowkv.models.quantization import REMEDY, read_quantization
-from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.registry import family
 from shadowkv.models.requirements import check_hardware, check_memory
 from shadowkv.models.safetensors_weights import SafetensorsWeights
 from shadowkv.models.sharding import Shard
@@ -67,15 +69,15 @@ class LoadedModel:
 def load_config(
     source: str | Path,
     max_model_len: int | None = None,
-    rope_theta: float | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
 ) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
     path = resolve(source, weights=False)
     if path.suffix == ".gguf":
-        config = config_from_gguf(GGUFFile(path), max_model_len, rope_theta)
+        config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
     else:
-        config, _ = _config_from_directory(path, max_model_len, rope_theta)
+        config, _ = _config_from_directory(path, max_model_len, hf_overrides)
     return _quantised(config, quantization)
 
 
@@ -86,7 +88,7 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     adapter: str | Path | None = None,
-    rope_theta: float | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
     quantization: str | None = None,
     group: Group = ALONE,
@@ -99,8 +101,8 @@ def load_model(
         device: where the weights go.
         load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
-        rope_theta: base of the rotation, if it differs from the config's; the longest sequence is then
-            ``max_model_len``, as the user says.
+        hf_overrides: entries that replace those of the model's config, by the names of a config.json. With a
+            ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
         group: the ranks that the model is split across.
@@ -130,13 +132,13 @@ def load_model(
     if load_format == "dummy":
         if adapter is not None:
             raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
-        return _dummy(runnable(load_config(source, max_model_len, rope_theta)), weights_dtype, device, group, name)
+        return _dummy(runnable(load_config(source, max_model_len, hf_overrides)), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        runnable(load_config(source, max_model_len, rope_theta))
+        runnable(load_config(source, max_model_len, hf_overrides))
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
-    files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, rope_theta, runnable)
+    files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
     whole = config.quantization is None and group.size == 1
     forms = dict(files.forms) if whole and _keeps_blocks(device) else {}
@@ -189,15 +191,17 @@ class _Files:
     in_fp8: FP8Weights | None = None
 
 
-def _gguf(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
+def _gguf(path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable) -> _Files:
     file = GGUFFile(path)
-    config = runnable(config_from_gguf(file, max_model_len, rope_theta))
+    config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
     tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
 
-def _directory(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
-    config, kind = _config_from_directory(path, max_model_len, rope_theta)
+def _directory(
+    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
+) -> _Files:
+    config, kind = _config_from_directory(path, max_model_len, hf_overrides)
     config = runnable(config)
     tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
     in_fp8 = None if kind is None else FP8Weights(path, kind)
@@ -234,7 +238,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 
 
 def _config_from_directory(
-    path: Path, max_model_len: int | None, rope_theta: float | None
+    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[ModelConfig, FP8Format | None]:
     """From config.json, and how it says the weights are stored; generation_config.json adds its eos tokens."""
     file = path / "config.json" if path.is_dir() else path
@@ -242,8 +246,9 @@ def _config_from_directory(
         raise FileNotFoundError(f"{path} has no config.json")
     hf = read_json(file)
     kind = read_quantization(file, hf)
+    config = overridden_config(file, hf, max_model_len, hf_overrides)
     with naming(file, OTHER_MODEL):
-        config = _quantised(config_from_hf(hf, max_model_len), None if kind is None else "fp8")
+        config = _quantised(config, None if kind is None else "fp8")
     generation = file.with_name(GENERATION_CONFIG)
     if path.is_dir() and is_there(generation):
         eos = read_json(generation).get("eos_token_id")
@@ -251,4 +256,4 @@ def _config_from_directory(
         if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
             raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
-    return config.with_limits(max_model_len, rope_theta), kind
+    return config, kind

@@ -21,7 +21,13 @@ FAMILIES = {
 
 
 class Family(Protocol):
-    """What a family's module provides."""
+    """What a family's module provides.
+
+    Attributes:
+        FIELDS: fields of a config.json that it reads besides those of every family.
+    """
+
+    FIELDS: tuple[str, ...]
 
     def config_from_hf(self, hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
         """ModelConfig from the content of a config.json."""

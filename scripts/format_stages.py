@@ -77,6 +77,7 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
             load_format=args.load_format,
             device=args.device,
             rope_theta=args.rope_theta,
+            hf_overrides=args.hf_overrides,
             max_model_len=args.prompt_tokens + 1,
         )
     )
@@ -212,9 +213,9 @@ def open_rows(out: Path, stage: str) -> Rows:
 def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], folder: Path, flags: list[str]) -> None:
     """Runs a suite of ``shadowkv.eval``; raises RuntimeError if it fails, after printing why."""
     model = [f"--model={args.model}", f"--load-format={args.load_format}", f"--device={args.device}"]
-    model += [
-        f"--{name}={value}" for name, value in (("adapter", args.adapter), ("rope-theta", args.rope_theta)) if value
-    ]
+    overrides = json.dumps(args.hf_overrides) if args.hf_overrides else None
+    chosen = (("adapter", args.adapter), ("rope-theta", args.rope_theta), ("hf-overrides", overrides))
+    model += [f"--{name}={value}" for name, value in chosen if value]
     if evaluate([suite, *model, *flags, "--out", str(folder), "--kv", *policies]):
         raise RuntimeError(f"{suite} did not come to its end")
 
@@ -222,7 +223,9 @@ def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], fol
 def _quality_model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
     """Name, including the adapter's, and config of the model whose answers are judged."""
     name = Path(args.model).name
-    return f"{name}+{Path(args.adapter).name}" if args.adapter else name, load_config(args.model)
+    return f"{name}+{Path(args.adapter).name}" if args.adapter else name, load_config(
+        args.model, hf_overrides=args.hf_overrides
+    )
 
 
 def _label(kv: str, config: ModelConfig) -> str:

@@ -20,7 +20,7 @@ from format_summary import summarise
 
 from shadowkv.engine.config import DEFAULT_MODEL, policy_name
 from shadowkv.kvcache.presets import POLICY_HELP, PRESETS
-from shadowkv.load_settings import LOAD_FORMATS
+from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 
 TABLE = "table"
 SAMPLES = 25
@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
     add("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
     add("--rope-theta", type=float, help="overrides the model's own")
+    add("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
     add("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--text", type=Path, nargs="+", metavar="FILE", help="natural text (default: RULER's essays)")

@@ -29,6 +29,7 @@ from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
+from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK
 
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=EngineConfig.model, help="(default: %(default)s)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
     parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
+    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=ruler.TASKS, metavar="TASK", help="of RULER")
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             args.model,
             adapter=args.adapter,
             rope_theta=args.rope_theta,
+            hf_overrides=args.hf_overrides,
             load_format=args.load_format,
             device=args.device,
             max_model_len=longest,

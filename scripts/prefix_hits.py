@@ -41,6 +41,7 @@ from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 
 QUESTION, OTHER = 48, 192
@@ -186,6 +187,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
     parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
+    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
@@ -193,7 +195,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
     """What these say, as fields of an engine's config."""
-    return {name: getattr(args, name) for name in ("model", "adapter", "rope_theta", "load_format", "device", "dtype")}
+    names = ("model", "adapter", "rope_theta", "hf_overrides", "load_format", "device", "dtype")
+    return {name: getattr(args, name) for name in names}
 
 
 def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:

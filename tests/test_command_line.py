@@ -71,7 +71,19 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ),
         (
             "plan --context 8193",
-            "--context 8193 is more than the 8192 positions that smollm2-135m-instruct is made ",
+            "--context 8193 is more than the 8192 positions this llama model is made for; what ",
+        ),
+        (
+            'plan --context 64 --hf-overrides {"rope_thet":1e6}',
+            "--hf-overrides on ",
+        ),
+        (
+            'eval stress --out o --load-format dummy --hf-overrides {"rope_scaling":3}',
+            "--hf-overrides on ",
+        ),
+        (
+            'serve --rope-theta 1e6 --hf-overrides {"rope_theta":1e6}',
+            "--rope-theta 1000000.0 is an entry of --hf-overrides, too",
         ),
         ("eval stress --out o --rope-theta -1", "--rope-theta -1.0 must be positive"),
         (

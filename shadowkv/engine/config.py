@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILLS, KVSpec
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -60,6 +61,7 @@ class EngineConfig:
     device: str = "auto"
     tensor_parallel_size: int = 1
     rope_theta: float | None = None
+    hf_overrides: Mapping[str, Any] | None = None
     enforce_eager: bool = False
     skip_warmup: bool = False
 
@@ -116,6 +118,10 @@ class EngineConfig:
             bad.append(f"device={self.device!r} is one GPU: tensor_parallel_size > 1 takes them from the first on")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            bad.append(f"hf_overrides={self.hf_overrides!r} must be a dict of entries of a config.json")
+        elif self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
+            bad.append(f"rope_theta={self.rope_theta} is an entry of hf_overrides, too: pass one of them")
         if bad:
             raise SettingsError("; ".join(bad), self.names())
 
@@ -141,6 +147,12 @@ class EngineConfig:
     def names(cls) -> list[str]:
         """Names of all fields."""
         return [field.name for field in fields(cls)]
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Entries that replace those of the model's config.json."""
+        theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return {**(self.hf_overrides or {}), **theta}
 
     @property
     def disk_gib(self) -> float:
@@ -185,6 +197,7 @@ class EngineConfig:
             help="GPUs of this machine that the model is cut up for, a process each (default: %(default)s)",
         )
         add(model, "--rope-theta", type=float, help="overrides the model's own")
+        add(model, "--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")
         add(model, "--skip-warmup", action="store_true", help="compile and plan when requests first need it, on a GPU")
         batch = parser.add_argument_group("batch")

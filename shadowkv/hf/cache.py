@@ -52,7 +52,7 @@ class ShadowKVCache(Cache):
                 f"the model attends by {config._attn_implementation!r}, which does not read a ShadowKVCache: call "
                 f"model.set_attn_implementation({ATTENTION!r}) first"
             )
-        ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len, None)
+        ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len)
         spec, rotary = resolve(preset(kv), ours.shape), model.get_decoder().rotary_emb
         self.batch = Batch(spec, ours, max_model_len, rotary)
         super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])

@@ -21,7 +21,7 @@ from shadowkv.engine.config import (
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH
-from shadowkv.wording import counted
+from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(_run(args))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error, max_model_len='--context')}", file=sys.stderr)
         return 2
     return 0
 
@@ -52,6 +52,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, required=True, metavar="TOKENS", help="of every sequence, prompt and output together")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
     add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+    add("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
     text = f"any of {POLICY_HELP}"
@@ -113,10 +114,7 @@ def _run(args: argparse.Namespace) -> str:
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text
 
-    config = load_config(args.model, quantization=args.quantization)
-    if args.context > config.max_position:
-        positions = counted(config.max_position, "position")
-        raise ValueError(f"--context {args.context} is more than the {positions} that {args.model} is made for")
+    config = load_config(args.model, args.context, args.hf_overrides, args.quantization)
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,

@@ -1,6 +1,7 @@
 """EngineConfig, its flags and its errors."""
 
 import argparse
+import json
 from dataclasses import fields, replace
 
 import pytest
@@ -42,6 +43,7 @@ SET = EngineConfig(
     device="cpu",
     tensor_parallel_size=2,
     rope_theta=5e6,
+    hf_overrides={"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     enforce_eager=True,
     skip_warmup=True,
 )
@@ -54,12 +56,13 @@ def parse(*flags: str) -> EngineConfig:
 
 
 def flag(name: str, value: object) -> list[str]:
-    """A field as the flag of its name with dashes; a switch has no value, and is named where it differs."""
+    """A field as the flag of its name with dashes; a switch has no value, and is named where it differs, and an object
+    is JSON."""
     word = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         turned = word if value else word.replace("--", "--no-", 1)
         return [turned] * (value != getattr(EngineConfig, name))
-    return [word, str(value)]
+    return [word, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def flags_of(config: EngineConfig) -> list[str]:
@@ -175,6 +178,33 @@ def test_errors_list_every_value_that_cannot_be():
 def test_settings_of_the_prefix_cache_that_cannot_be(values, said):
     with pytest.raises(ValueError, match=said):
         EngineConfig(**values)
+
+
+def test_a_base_of_rope_is_an_override():
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert EngineConfig().overrides == {}
+    assert EngineConfig(rope_theta=4e6).overrides == EngineConfig(hf_overrides={"rope_theta": 4e6}).overrides
+    assert EngineConfig(rope_theta=4e6, hf_overrides=yarn).overrides == {**yarn, "rope_theta": 4e6}
+    with pytest.raises(ValueError, match=r"rope_theta=4000000\.0 is an entry of hf_overrides, too"):
+        EngineConfig(rope_theta=4e6, hf_overrides={"rope_theta": 4e6})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "'{' is not JSON, as .* is: Expecting property name .* line 1 column 2"),
+        ("9" * 5000, "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
+        ("[]", r"'\[\]' is no JSON object, as '\{\"rope_scaling\": "),
+        ("null", "'null' is no JSON object"),
+    ],
+    ids=["cut", "digits", "deep", "list", "null"],
+)
+def test_overrides_are_an_object(text, said):
+    with pytest.raises(argparse.ArgumentError, match=said):
+        parse("--hf-overrides", text)
+    with pytest.raises(ValueError, match=r"hf_overrides=\[\] must be a dict of entries of a config\.json"):
+        EngineConfig(hf_overrides=[])
 
 
 def test_an_unknown_quantization_is_refused_with_the_known_ones():

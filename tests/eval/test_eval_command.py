@@ -10,6 +10,7 @@ import pytest
 from refusals import refusal
 from stub_server import stub_server
 
+from shadowkv.engine.config import EngineConfig
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
 from shadowkv.eval.files import PredictionFile
@@ -82,6 +83,28 @@ def test_an_interrupt_leaves_what_is_done(niah: list[str], tmp_path: Path, monke
     assert command.main(niah) == 130
     assert len(PredictionFile(tmp_path / "out" / "predictions.jsonl").predictions) == 2
     assert (tmp_path / "out" / "summary.csv").read_text().count("\n") == 3
+
+
+def test_overrides_reach_the_model_and_are_kept(
+    niah: list[str],
+    loaded: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[EngineConfig] = []
+
+    def load(config: EngineConfig) -> LoadedModel:
+        asked.append(config)
+        return loaded
+
+    monkeypatch.setattr(execution, "load_from_config", load)
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert command.main([*niah, "--hf-overrides", json.dumps(yarn)]) == 0
+    assert [config.overrides for config in asked] == [yarn]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["settings"]["hf_overrides"] == yarn
+    capsys.readouterr()
+    assert "has answers with hf_overrides={'rope_scaling'" in refusal(niah, capsys)
 
 
 def test_other_settings_need_another_folder(niah: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -21,15 +22,21 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
 ROPE = RopeConfig(head_dim=16, theta=10000.0)
+YARN = replace(ROPE, scaling="yarn", factor=4.0, original_max_position=512)  # its cos and sin are not of length 1
 MAX_LEN = 4096
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_cache(
-    spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN, fetch_buffer: float = 2.0
+    spec: KVSpec,
+    slots: int = 8,
+    blocks: int = 400,
+    max_model_len: int = MAX_LEN,
+    fetch_buffer: float = 2.0,
+    rope: RopeConfig = ROPE,
 ) -> KVCache:
     layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
-    return KVCache(layout, ROPE, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
+    return KVCache(layout, rope, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
 
 
 def scatter(cache: KVCache, seed: int) -> None:
@@ -130,21 +137,21 @@ def decode(cache: KVCache, streams: list[Stream]) -> None:
         stream.length += 1
 
 
-def rotate_plainly(x: Tensor, positions: Tensor) -> Tensor:
+def rotate_plainly(x: Tensor, positions: Tensor, rope: RopeConfig = ROPE) -> Tensor:
     """[n, heads, d] by the textbook formula."""
-    table = RotaryTables(ROPE, MAX_LEN, DEVICE)
+    table = RotaryTables(rope, MAX_LEN, DEVICE)
     cos, sin = table.cos[positions][:, None], table.sin[positions][:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def plain_attention(stream: Stream) -> Tensor:
+def plain_attention(stream: Stream, rope: RopeConfig = ROPE) -> Tensor:
     """Full causal attention over everything the stream gave, [tokens, layers, H_q, d]."""
     n = stream.length
     position = torch.arange(n, device=DEVICE)
     result = []
     for layer in range(SHAPE.num_layers):
-        q, k = rotate_plainly(stream.q[layer, :n], position), rotate_plainly(stream.k[layer, :n], position)
+        q, k = (rotate_plainly(x[layer, :n], position, rope) for x in (stream.q, stream.k))
         k, v = (x.repeat_interleave(SHAPE.group, dim=1) for x in (k, stream.v[layer, :n]))
         scores = torch.einsum("qhd,khd->hqk", q, k) / SHAPE.head_dim**0.5
         scores = scores.masked_fill(torch.ones(n, n, device=q.device).triu(1).bool(), float("-inf"))

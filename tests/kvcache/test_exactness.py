@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
+from driver import SHAPE, YARN, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PAGE, KVSpec
@@ -57,6 +57,20 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypa
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
         cache.release(stream.sequence)
     assert cache.free == cache.total
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_scaled_rope_equals_plain_attention(name: str) -> None:
+    """YaRN multiplies cos and sin: wherever RoPE is undone and applied again, the factor is, too."""
+    cache, lengths = make_cache(EVERYTHING[name], rope=YARN), [65, 417, 1000]  # below and above the original 512
+    streams = [Stream(seed, cache.allocate(n, n + 200)) for seed, n in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths)))
+    for _ in range(130):  # pages of generated tokens are sealed, too
+        decode(cache, streams)
+    if cache.spec.seals:
+        assert (cache.pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    for stream in streams:
+        torch.testing.assert_close(stream.output(), plain_attention(stream, YARN), atol=5e-5, rtol=1e-4)
 
 
 CODE_ERROR = 0.01154**0.5

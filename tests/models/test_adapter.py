@@ -49,7 +49,9 @@ def test_merge_equals_the_formula(rslora: bool, tmp_path: Path) -> None:
         tmp_path / "adapter", pairs, use_rslora=rslora, target_modules=[name.split(".")[1] for name in SIZES]
     )
     plain = load_model(base, dtype=torch.float32).model
-    merged = load_model(base, dtype=torch.float32, adapter=adapter, rope_theta=4e6, max_model_len=9999)
+    merged = load_model(
+        base, dtype=torch.float32, adapter=adapter, hf_overrides={"rope_theta": 4e6}, max_model_len=9999
+    )
     assert merged.config.rope.theta == 4e6
     assert merged.config.max_position == 9999
     scale = 6 / (2.0 if rslora else 4.0)

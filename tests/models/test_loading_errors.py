@@ -115,7 +115,7 @@ def test_limit_beyond_the_model(llama: Path) -> None:
 
 
 def test_theta_override_takes_the_users_word(llama: Path) -> None:
-    config = load_config(llama, max_model_len=4096, rope_theta=4e6)
+    config = load_config(llama, max_model_len=4096, hf_overrides={"rope_theta": 4e6})
     assert config.max_position == 4096
     assert config.rope.theta == 4e6
 

@@ -125,6 +125,18 @@ def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, capsys.readouterr().out.splitlines()[-15:])) <= 120
 
 
+def test_overrides_extend_the_context(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--model", "smollm2-135m-instruct", "--json", "--context"]
+    yarn = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}})
+    assert main([*command, "32768"]) == 2
+    assert "--context 32768 is more than the 8192 positions" in capsys.readouterr().err
+    assert main([*command, "32768", "--hf-overrides", yarn]) == 0
+    assert main([*command, "65536", "--hf-overrides", '{"rope_theta": 4e6}']) == 0
+    capsys.readouterr()
+    assert main([*command, "32769", "--hf-overrides", yarn]) == 2
+    assert "--context 32769 is more than the 32768 positions" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "llama-3.1-70b", "--context", "4096"]) == 0
     assert main(["--model", "llama-3.1-70b", "--context", "4096", "--json"]) == 0
