@@ -30,15 +30,19 @@ def replay(runner: Runner, sequences: list[CachedSequence], density: float | Non
 
 
 def random_blocks(like: Tensor, density: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices int32 [H_q, tiles, blocks] like ``like``, whose last tile ends with the last block, and counts [H_q,
-    tiles]."""
+    """Indices int32 [H_q, tiles, n] for ``like`` int32 [H_q, tiles, blocks], whose last tile ends with the last block,
+    and counts [H_q, tiles], of which n is the largest: lists of all blocks for every block of a prompt of a million
+    tokens would take gigabytes."""
     heads, tiles, blocks = like.shape
-    generator = torch.Generator(like.device).manual_seed(seed)
-    place = torch.arange(blocks, device=like.device)
-    end = blocks - tiles + 1 + torch.arange(tiles, device=like.device)[:, None]
-    count = (density * end.double()).round().clamp_min(SINK_BLOCKS + LOCAL_BLOCKS + 1).minimum(end).long()
-    order = torch.rand(heads, tiles, blocks, generator=generator, device=like.device)
-    order.masked_fill_((place < SINK_BLOCKS) | (place >= end - 1 - LOCAL_BLOCKS), 2).masked_fill_(place >= end, -1)
-    ranks = order.argsort(descending=True)
-    chosen = ranks.masked_fill(place >= count, blocks).sort().values
-    return chosen.masked_fill(chosen == blocks, 0).int(), count.squeeze(1).int().expand(heads, tiles).contiguous()
+    end = blocks - tiles + 1 + torch.arange(tiles)[:, None]
+    count = (density * end.double()).round().clamp_min(SINK_BLOCKS + LOCAL_BLOCKS + 1).minimum(end).int()
+    longest, generator = int(count.max()), torch.Generator(like.device).manual_seed(seed)
+    end, count = end.to(like.device), count.to(like.device)
+    place, within = torch.arange(blocks, device=like.device), torch.arange(longest, device=like.device)
+    found = []
+    for _ in range(heads):  # one by one, as sorting takes several times the memory of what is sorted
+        order = torch.rand(tiles, blocks, generator=generator, device=like.device)
+        order.masked_fill_((place < SINK_BLOCKS) | (place >= end - 1 - LOCAL_BLOCKS), 2).masked_fill_(place >= end, -1)
+        chosen = order.topk(longest).indices.masked_fill_(within >= count, blocks).sort().values
+        found.append(chosen.masked_fill_(chosen == blocks, 0).int())
+    return torch.stack(found), count.squeeze(1).expand(heads, tiles).contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.prefill_batch import PrefillBlock
+from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.upload import upload
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
@@ -44,47 +44,66 @@ def prefill(
     """
     batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
     size, layers = BLOCK_TOKENS[cache.device.type], cast("list[DecoderLayer]", list(model.layers))
-    blocks = [batch.block(start, min(start + size, batch.num_tokens)) for start in range(0, batch.num_tokens, size)]
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
-    # By block: the residual stream, and what the previous layer adds to it.
-    x = list(model.embed(upload(torch.from_numpy(tokens), cache.device)).split(size))
-    added: list[Tensor | None] = [None] * len(blocks)
-    last = batch.starts[1:].long() - 1
-    seen = cast(Any, cache)  # for attention layers
+    there, last = upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
     try:
-        for number, layer in enumerate(layers):
-            ends = number + 1 == len(layers) and not scored
-            if len(blocks) == 1:
-                x[0], added[0] = layer(x[0], added[0], seen, blocks[0], last if ends else None)
-                yield
-            else:
-                normed = []
-                for i, block in enumerate(blocks):
-                    x[i], one = layer.normalise(x[i], added[i])
-                    added[i] = None
-                    layer.append(one, seen, block)
-                    normed.append(one)
-                if ends:
-                    newest = batch.newest()
-                    parts = [layer.attend(_rows(x, one), _rows(normed, one), seen, one) for one in newest]
-                    x, added = [part[-1:] for part, _ in parts], [part[-1:] for _, part in parts]
-                    yield
-                else:
-                    for i, block in enumerate(blocks):
-                        x[i], added[i] = layer.attend(x[i], normed.pop(0), seen, block)
-                        yield
-            cache.finish_prefill(number, batch)
+        if batch.num_tokens <= size:
+            hidden = yield from _in_one_block(model.embed(there), layers, cache, batch, None if scored else last)
+        else:
+            x = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
+            for some, ids in zip(x.split(size), there.split(size), strict=True):
+                some.copy_(model.embed(ids))
+            hidden = yield from _in_blocks(x, layers, cache, batch, scored)
     finally:
         cache.leave_prefill()
     cache.end_prefill(batch)
-    hidden = torch.cat([part if more is None else part + more for part, more in zip(x, added, strict=True)])
     if not scored:
         return model.logits(hidden), []
     return model.logits(hidden[last]), [hidden[one.start : one.stop] for one in batch.new]
 
 
-def _rows(parts: list[Tensor], block: PrefillBlock) -> Tensor:
-    """The rows [n, D] of a block's tokens, from ``parts``, which split all tokens equally."""
-    size = len(parts[0])
-    of = range(block.start // size, -(-block.stop // size))
-    return torch.cat([parts[i][max(block.start - i * size, 0) : block.stop - i * size] for i in of])
+def _in_one_block(
+    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, wanted: Tensor | None
+) -> Generator[None, None, Tensor]:
+    """Takes the residual stream [T, D] through all layers, and returns it with what the last one adds: for the rows
+    ``wanted`` int64 [n] only, if these are given."""
+    block = batch.block(0, batch.num_tokens)
+    added: Tensor | None = None
+    for number, layer in enumerate(layers):
+        x, added = layer(x, added, cache, block, wanted if number + 1 == len(layers) else None)
+        yield
+        cache.finish_prefill(number, batch)
+    return x if added is None else x + added
+
+
+def _in_blocks(
+    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, scored: bool
+) -> Generator[None, None, Tensor]:
+    """The same, block by block and in place: of a long prompt nothing but its residual stream, keys and values is kept.
+    Only each sequence's last row is returned if they are not ``scored``.
+
+    A block is normalised twice, for its keys and values and for its queries: normalised states of all blocks, or what
+    their last layer adds, would take as much memory as the stream.
+    """
+    size, tokens = BLOCK_TOKENS[cache.device.type], batch.num_tokens
+    blocks, parts = [batch.block(at, min(at + size, tokens)) for at in range(0, tokens, size)], x.split(size)
+    for number, layer in enumerate(layers):
+        for part, block in zip(parts, blocks, strict=True):
+            layer.append(layer.normalise(part, None)[1], cache, block)
+        if number + 1 == len(layers) and not scored:
+            newest = batch.newest()
+            hidden = torch.cat([_attended(layer, x[one.start : one.stop], cache, one)[-1:] for one in newest])
+            yield
+            cache.finish_prefill(number, batch)
+            return hidden
+        for part, block in zip(parts, blocks, strict=True):
+            _attended(layer, part, cache, block, out=part)
+            yield
+        cache.finish_prefill(number, batch)
+    return x
+
+
+def _attended(layer: DecoderLayer, x: Tensor, cache: Any, block: PrefillBlock, out: Tensor | None = None) -> Tensor:
+    """The residual stream [n, D] of a block behind a layer whose keys and values are all in the cache."""
+    normed = layer.normalise(x, None)[1]
+    return torch.add(*layer.attend(x, normed, cache, block), out=out)

@@ -14,14 +14,19 @@ from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
+from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED
 from shadowkv.wording import GIB, OutOfMemory, counted
 
 MIB = 2**20
+
+NUMBERS_BYTES = 4 * 8
+"""Of a prompt's token: its id, its position, and where it is stored."""
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """Share of a GPU's memory, weights included; of a machine's free memory on a CPU."""
@@ -42,19 +47,42 @@ def in_words(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
-    Their hidden states, also normalised where there are several blocks, and keys (before and after RoPE) and values of
-    the layers that are stored together; the largest tensors that a block of tokens has at the same time, which is in
-    the MLP; and keys and values that are rebuilt side by side for a sparse later turn.
+    Their residual streams, numbers of their tokens, and keys (before and after RoPE) and values of the layers that are
+    stored together; what a block of tokens takes at its widest; and as much as all keys and values once more, for later
+    turns: those are stored from copies behind the exact tokens that they follow, and where they attend sparsely, all
+    keys and values are rebuilt side by side.
     """
-    kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
+    shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
+
+    def layers_of(tokens: int) -> int:
+        return 3 * _stored(tokens, shape) * shape.kv_dim
 
     def kept(tokens: int) -> int:
-        return (2 if tokens > block else 1) * tokens * model.hidden_size + 3 * _stored(tokens) * kv_dim
+        return tokens * (NUMBERS_BYTES + model.hidden_size * dtype.itemsize) + layers_of(tokens) * dtype.itemsize
 
-    whole = kept(context) + (kept(block) if context > block else 0)
-    in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
-    rebuilt = 2 * context * kv_dim if context > SPARSE_FROM else 0
-    return (whole + in_the_mlp + rebuilt) * dtype.itemsize
+    later_turns = layers_of(context) * dtype.itemsize
+    overtaking = kept(block) if context > block else 0
+    return kept(context) + overtaking + later_turns + block_bytes(model, context, dtype)
+
+
+def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
+    """Device bytes of what a block of a prompt's tokens has at the same time, in its attention or in its MLP, besides
+    its rows of the residual stream."""
+    shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
+    # Behind attention the stream is there before and after both of its sums, if a layer is computed at once.
+    in_the_mlp = block * (5 * model.hidden_size + 3 * model.intermediate_size) * dtype.itemsize
+    queries = shape.num_query_heads * shape.head_dim  # from the projection, normalised or rotated, and attended
+    attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
+    return max(in_the_mlp, attending + (choosing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
+
+
+def choosing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
+    """Device bytes of the scores and the lists by which the tiles of ``queries`` choose blocks of ``keys``
+    (``ops/select_blocks/triton.py``)."""
+    tiles, blocks, group = -(-queries // BLOCK), -(-keys // BLOCK), shape.num_query_heads // shape.num_kv_heads
+    together = max(1, 128 // (group * SAMPLED))
+    rows = max(16, 1 << (together * group * SAMPLED - 1).bit_length())
+    return 4 * blocks * (shape.num_kv_heads * -(-tiles // together) * rows + shape.num_query_heads * tiles)
 
 
 GRAPH_BYTES = 2**29
@@ -79,15 +107,20 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     return least + layout.shape.num_layers * scratch_bytes(heads * selected, layout.fetched_bytes)
 
 
-def _stored(tokens: int) -> int:
-    """Tokens, over all layers, of a prompt that are stored together."""
-    return max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
+def _stored(tokens: int, shape: ModelShape) -> int:
+    """Tokens, over all layers, of a prompt of up to ``tokens`` that are stored together."""
+    return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
     """Device bytes that parts take to fit states and to seal pages, one after the other."""
-    tokens = _stored(layout.max_model_len)
+    tokens = _stored(layout.max_model_len, layout.shape)
     return max(max(part.fitting_bytes(tokens), part.sealing_bytes()) for part in layout.parts)
+
+
+def tables_bytes(layout: Layout) -> int:
+    """Device bytes of the tables of cosines and sines, float32, for the positions of the longest sequence."""
+    return 4 * layout.max_model_len * layout.shape.head_dim
 
 
 def staging_bytes(layout: Layout) -> int:
@@ -106,10 +139,16 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
-    """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences, and for copies of
-    cached prompts to host memory and back if these ``offload``."""
+    """Device bytes that are left free for the tables of RoPE, for a prefill and decode steps of up to ``batch``
+    sequences, and for copies of cached prompts to host memory and back if these ``offload``."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
-    return prefill + GRAPH_BYTES + batch * step_bytes(model, layout) + (staging_bytes(layout) if offload else 0)
+    return (
+        tables_bytes(layout)
+        + prefill
+        + GRAPH_BYTES
+        + batch * step_bytes(model, layout)
+        + (staging_bytes(layout) if offload else 0)
+    )
 
 
 @dataclass(frozen=True)

@@ -296,11 +296,12 @@ class Prefill:
         sparse = self._sparse(segment, run.stop)
         if segment.cached and sparse is None:
             return self._attend_cached(layer, q, batch, runs)
-        k, v = self._behind_exact_tail(layer, batch, segment, run.stop)
+        cached = batch.places_of(segment, self._places).cached if segment.cached else ()
+        sealed = sum(PAGE * one.row.pages.shape[1] for one in cached)
+        k, v = self._behind_exact_tail(layer, batch, segment, run.stop, sealed)
         if sparse is None:
             return self.ops.causal_attention(q, k, v)
-        if segment.cached:
-            k, v = self._behind_cached(layer, batch.places_of(segment, self._places).cached, k, v)
+        self._rebuild(layer, cached, k[:sealed], v[:sealed])
         return sparse.attend(layer, q, k, v, segment.stop - run.stop)
 
     def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
@@ -322,48 +323,45 @@ class Prefill:
         return merged[0]
 
     def _behind_exact_tail(
-        self, layer: int, batch: PrefillBatch, segment: NewTokens, stop: int
+        self, layer: int, batch: PrefillBatch, segment: NewTokens, stop: int, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, H, d] of the exact tail of a segment's sequence, followed by those of its new tokens, up
-        to the batch's row ``stop``."""
+        """Keys and values [room + n, H, d] of the exact tail of a segment's sequence, followed by those of its new
+        tokens, up to the batch's row ``stop``; ``room`` rows before them, if it has cached any, are not written."""
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rope_keys, batch.values))
         if not segment.cached:
             return keys, values
         if segment.sequence.arrival is not None:
             segment.sequence.arrival.wait(layer)
         tail = batch.places_of(segment, self._places).tail
-        return self._behind_tail(self.store.k[layer], tail, keys), self._behind_tail(self.store.v[layer], tail, values)
+        k, v = (
+            self._behind_tail(pages[layer], tail, new, room)
+            for pages, new in ((self.store.k, keys), (self.store.v, values))
+        )
+        return k, v
 
     def _sparse(self, segment: NewTokens, stop: int) -> SparsePrefill | None:
         """What a block of a segment's queries, up to the batch's row ``stop``, attends with; None for everything."""
         new, seen = segment.stop - segment.start, segment.cached + stop - segment.start
         return self.sparse if self.sparse is not None and self.sparse.pays(new, seen) else None
 
-    def _behind_cached(
-        self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Everything that segments have sealed, followed by keys and values [n, H, d]."""
-        if not cached:
-            return k, v
-        sealed = sum(PAGE * one.row.pages.shape[1] for one in cached)
-        joined, start = k.new_empty(2, sealed + len(k), *k.shape[1:]), 0
+    def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
+        """Writes everything that segments have sealed to keys and values [n, H, d]."""
+        start = 0
         for segment in cached:
-            for block in self.cached.spans(layer, segment):
-                stop = start + block[0].shape[1]
-                for target, rows in zip(joined, block, strict=True):
-                    target[start:stop] = rows.transpose(0, 1)
+            for keys, values in self.cached.spans(layer, segment):
+                stop = start + keys.shape[1]
+                k[start:stop], v[start:stop] = keys.transpose(0, 1), values.transpose(0, 1)
                 start = stop
-        joined[0, start:], joined[1, start:] = k, v
-        return joined[0], joined[1]
 
-    def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
-        """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d]."""
+    def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
+        """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d], behind ``room`` rows for others."""
         names = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
         whole, count = names.shape[1] * PAGE, len(tail.pages)
-        joined = new.new_empty(whole + len(new), *new.shape[1:])
-        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, joined[:whole].transpose(0, 1), False)
-        joined[count : count + len(new)] = new
-        return joined[: count + len(new)]
+        joined = new.new_empty(room + whole + len(new), *new.shape[1:])
+        exact = joined[room:]
+        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, exact[:whole].transpose(0, 1), False)
+        exact[count : count + len(new)] = new
+        return joined[: room + count + len(new)]
 
 
 def _stacked(tokens: Sequence[Tensor]) -> Tensor:

@@ -88,7 +88,7 @@ class Planner:
         weight_bytes_read: bytes that a step reads.
         usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            need for each sequence, and policies for fitting and sealing, comes on top.
+            need for each sequence, policies for fitting and sealing, and tables of RoPE come on top.
         cache_bytes: what remains for the cache.
     """
 

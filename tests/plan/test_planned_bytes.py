@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from allocations import peak_bytes
 
 from shadowkv.engine.sizing import (
     LargestBatch,
+    block_bytes,
+    choosing_bytes,
     largest_batch,
     prefill_bytes,
     staging_bytes,
     step_bytes,
     storing_bytes,
+    tables_bytes,
     working_bytes,
 )
 from shadowkv.kvcache.cache import KVCache
@@ -27,6 +30,7 @@ from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes
+from shadowkv.wording import GIB
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
 ROPE = RopeConfig(head_dim=64)
@@ -154,16 +158,46 @@ def test_bases_that_are_decoded_to_seal_and_to_read_are_left_room() -> None:
     assert step_bytes(model, mixed) - step_bytes(model, int4) == 7 * basis
 
 
-@pytest.mark.parametrize("tokens", [1000, 100000])
+@pytest.mark.parametrize("tokens", [1000, 100_000, 1_000_000])
 def test_prefill_reserve_is_the_prompts_and_a_block_in_the_mlp(tokens: int) -> None:
     config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)
-    stored = {1000: 16000, 100000: 100000}[tokens]  # several layers of a short prompt
-    elements = tokens * 4096 + stored * 3 * 1024 + min(tokens, 8192) * 3 * (4096 + 14336)
+    stored = max(tokens, 16000)  # several layers of a short prompt
+    elements = tokens * (4096 + 16) + 2 * stored * 3 * 1024 + min(tokens, 8192) * (5 * 4096 + 3 * 14336)
     if tokens > 8192:  # a block overtakes it, of which several layers are stored together
-        elements += 8192 * 4096 + 65536 * 3 * 1024
-        elements += tokens * 4096  # of several blocks hidden states are there normalised, too
-        elements += 2 * tokens * 1024  # keys and values rebuilt for a sparse later turn
+        elements += 8192 * (4096 + 16) + 65536 * 3 * 1024
     assert prefill_bytes(config, tokens, torch.bfloat16) == 2 * elements
+
+
+def test_attention_of_a_very_long_prompt_takes_more_than_its_mlp() -> None:
+    config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)
+    attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + choosing_bytes(LLAMA, 8192, 2_000_000)
+    assert block_bytes(config, 2_000_000, torch.bfloat16) == attending
+    assert block_bytes(config, 1_000_000, torch.bfloat16) == 2 * 8192 * (5 * 4096 + 3 * 14336)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (28, 4), (12, 12), (40, 2), (128, 4)])
+@pytest.mark.parametrize(("queries", "keys"), [(8192, 1_000_000), (1000, 20_000), (129, 129)])
+def test_scores_of_blocks_are_as_large_as_their_kernels_buffer(heads: tuple[int, int], queries: int, keys: int) -> None:
+    selection = pytest.importorskip("shadowkv.ops.select_blocks.triton")
+    q = torch.empty(queries, heads[0], 64, device="meta")
+    scores = selection.score_buffer(q, torch.empty(keys, heads[1], 64, device="meta"))
+    tiles = -(-queries // 128)
+    listed = 4 * heads[0] * tiles * len(scores)
+    assert choosing_bytes(ModelShape(1, *heads, 64), queries, keys) == scores.nbytes + listed
+
+
+def test_tables_of_rope_are_counted() -> None:
+    layout = make_layout(preset("turbo"))
+    cache = make_cache(preset("turbo"), 1, Blocks(device=8, host=8))
+    assert tables_bytes(layout) == cache.store.rotary.cos.nbytes + cache.store.rotary.sin.nbytes
+
+
+def test_four_sequences_of_a_million_tokens_fit_beside_a_prefill() -> None:
+    """With ``turbo`` on the 139.8 GiB of an H200, 99 % of them, beside 15 GiB of weights and a GiB of PyTorch's own."""
+    model = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336, vocab_size=128256)
+    layout = Layout(preset("turbo"), LLAMA, torch.bfloat16, 1_000_384)
+    usable = int((0.99 * 139.8 - 15 - 1) * GIB)
+    assert largest_batch(model, layout, 1_000_000, 1_000_384, usable, None).both == 4
 
 
 @pytest.mark.parametrize(
@@ -222,18 +256,6 @@ def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: i
     taken, asked = peak_bytes(lambda: part.seal(cache.store, tokens)), part.sealing_bytes() // 4
     assert taken <= asked + 2**19
     assert asked <= 3 * taken, "far more than it takes"
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most that ``function`` has allocated at a time on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    allocations = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
-    now = most = 0
-    for one in sorted(allocations, key=lambda one: one.start_ns()):
-        now += one.nbytes()
-        most = max(most, now)
-    return most
 
 
 def test_reads_of_the_paper_on_its_model() -> None:

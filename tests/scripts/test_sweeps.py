@@ -194,6 +194,7 @@ def test_sparse_prefills_are_given_their_blocks(model, tmp_path, in_this_process
 def test_blocks_that_are_replayed():
     like = torch.zeros(2, 4, 40, dtype=torch.int32)
     indices, counts = random_blocks(like, 0.5, seed=0)
+    assert indices.shape == (2, 4, 20), "no longer than the longest list"
     for tile in range(4):
         end = 37 + tile
         assert counts[:, tile].tolist() == [round(0.5 * end)] * 2
