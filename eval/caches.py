@@ -16,7 +16,7 @@ from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PREFILLS, KVSpec
+from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
@@ -91,7 +91,8 @@ def prefill_all(
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
-    modes = [cache.spec.prefill or PREFILLS[0] for cache in caches]
+    # Dense ones attend alike, sparse ones where they leave out as much.
+    modes = [cache.spec.prefill_mass if cache.spec.prefill == "sparse" else 1.0 for cache in caches]
     for mode in dict.fromkeys(modes):
         storing = [n for n in opened if modes[n] == mode]
         fan_out = FanOut([caches[n] for n in storing])

@@ -1,24 +1,30 @@
-"""How many blocks of keys a sparse prefill attends to, by position, for RULER prompts, as a JSON file.
+"""How many blocks of keys a sparse prefill attends to and how much attention it leaves out, for RULER prompts.
 
-Shares refer to the blocks up to each tile, as in ``--replay`` of the sweeps; the file's ``replay`` is that flag's
-value. ``--extrapolate`` adds longer prompts: a tile keeps about the same number of blocks wherever it is, so the mean
-number for the longest measured prompts is used.
+Densities by position go to a JSON file, in which each model has an entry: shares of the blocks up to each tile, as in
+``--replay`` of the sweeps; the file's ``replay`` is that flag's value, at each length of the model that keeps most.
+``--extrapolate`` adds longer prompts, from how the blocks of a tile grow with its position. ``--mass-out`` adds rows to
+a CSV file: the share of its exact softmax that a tile's queries leave out on average, as mean and 99th percentile over
+tiles, heads and layers, and the 99th percentile of what the query that leaves out most does. Tiles that attend to
+everything, because they end the prompt, do not count there.
 
     python scripts/prefill_density.py --adapter smollm2-135m-64k --rope-theta 4e6 --length 16384 32768 61440 \\
-        --extrapolate 124928 249856 --out results/prefill/density.json
+        --extrapolate 124928 249856 --out results/prefill/density.json --mass-out results/prefill/mass.csv
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from mass_left_out import left_out
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
@@ -29,6 +35,7 @@ from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import PREFILL_MASS
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK
@@ -54,10 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=1, help="of each task and length (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--data", type=Path, help="RULER's files (default: of the installed package)")
-    parser.add_argument("--share", type=float, default=sparse_prefill.SHARE, help="SHARE (default: %(default)s)")
+    parser.add_argument("--prefill-mass", type=float, default=PREFILL_MASS, metavar="SHARE", help="as of the server")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--mass-out", type=Path, help="CSV file (default: none; exact attention takes time)")
     args = parser.parse_args(argv)
-    sparse_prefill.SHARE = args.share
     longest = max(args.length)
     loaded = load_from_config(
         EngineConfig(
@@ -72,28 +79,89 @@ def main(argv: list[str] | None = None) -> int:
     )
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)
-    found: dict[int, dict[str, Kept]] = defaultdict(dict)
+    kept: dict[int, dict[str, Kept]] = defaultdict(dict)
     for length in sorted(set(args.length)):
+        gone = LeftOut() if args.mass_out else None
         for task in args.tasks:
             samples = ruler.samples(task, loaded.tokenizer, length, args.samples, args.seed, args.data)
             prompts = (loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True) for sample in samples)
-            found[length][task] = mean([measure(loaded, prompt) for prompt in prompts])
-            print(f"{length} {task}: {density(found[length][task]):.4f}", flush=True)
-    figures = summary(found, args.extrapolate, BLOCK_TOKENS[loaded.model.device.type])
-    about = {**provenance(), "model": loaded.name, "share": args.share, "seed": args.seed, "samples": args.samples}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"about": about, **figures}, indent=1) + "\n", encoding="utf-8")
-    print(f"--replay {figures['replay']}", flush=True)
+            kept[length][task] = mean([measure(loaded, prompt, args.prefill_mass, gone) for prompt in prompts])
+            print(f"{length} {task}: {density(kept[length][task]):.4f}", flush=True)
+        if gone:
+            together = density(mean(list(kept[length].values())))
+            row = {"model": loaded.name, "length": length, "rule": f"prefill_mass={args.prefill_mass}"}
+            add_row(args.mass_out, {**row, "density": round(together, 4), **gone.figures()})
+    about = {**provenance(), "prefill_mass": args.prefill_mass, "seed": args.seed, "samples": args.samples}
+    figures = summary(kept, args.extrapolate, BLOCK_TOKENS[loaded.model.device.type])
+    written = add_model(args.out, loaded.name, {"about": about, **figures})
+    print(f"--replay {written['replay']}", flush=True)
     return 0
 
 
-def measure(loaded: LoadedModel, prompt: list[int]) -> Kept:
-    """Blocks kept for one prompt; raises ValueError if none of its blocks is sparse."""
-    cache = open_cache(loaded, preset("full:prefill=sparse"), len(prompt) + 1)
+class LeftOut:
+    """Shares of their exact attention that tiles leave out, of some prompts."""
+
+    def __init__(self) -> None:
+        self._means: list[Tensor] = []
+        self._largest: list[Tensor] = []
+
+    def add(self, q: Tensor, k: Tensor, indices: Tensor, counts: Tensor) -> None:
+        """Adds the tiles of a layer."""
+        means, largest = left_out(q, k, indices, counts)
+        self._means.append(means.cpu())
+        self._largest.append(largest.cpu())
+
+    def figures(self) -> dict[str, float]:
+        """Columns of a row."""
+        means, largest = torch.cat(self._means), torch.cat(self._largest)
+        figures = {
+            "mass_left_out_mean": means.mean().item(),
+            "mass_left_out_p99": np.quantile(means, 0.99).item(),
+            "largest_of_a_tile_mean": largest.mean().item(),
+            "largest_of_a_tile_p99": np.quantile(largest, 0.99).item(),
+        }
+        return {name: round(value, 5) for name, value in figures.items()}
+
+
+def add_row(path: Path, row: dict[str, object]) -> None:
+    """Appends a row to a CSV file, which begins with the names of the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    row |= {name: value for name, value in provenance().items() if name in ("commit", "command", "gpu")}
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row, flush=True)
+
+
+def add_model(path: Path, name: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """Writes a model's figures beside those of others in the file; returns all."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
+    content["models"][name] = figures
+    largest: dict[str, float] = {}
+    for kind in ("extrapolated", "density"):  # what was measured counts where there is both
+        here: dict[str, float] = {}
+        for model in content["models"].values():
+            for length, value in model[kind].items():
+                here[length] = max(value, here.get(length, 0.0))
+        largest |= here
+    content["replay"] = ",".join(f"{length}={largest[length]:.4f}" for length in sorted(largest, key=int))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content
+
+
+def measure(loaded: LoadedModel, prompt: list[int], mass: float, gone: LeftOut | None = None) -> Kept:
+    """Blocks kept for one prompt, and what they leave out; raises ValueError if none of its blocks is sparse."""
+    cache = open_cache(loaded, preset("full", prefill="sparse", prefill_mass=mass), len(prompt) + 1)
     seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the position of the first tile
 
-    def hook(layer: int, q: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def hook(layer: int, q: Tensor, k: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         seen[indices.shape[2] - indices.shape[1]].append(counts.float().mean(0))
+        if gone is not None:
+            gone.add(q, k, indices, counts)
         return indices, counts
 
     cache.block_hook = hook
@@ -106,8 +174,8 @@ def measure(loaded: LoadedModel, prompt: list[int]) -> Kept:
 
 def mean(prompts: Sequence[Kept]) -> Kept:
     """Mean tile by tile, over the prompts that have it."""
-    tiles = sorted({tile for one in prompts for tile in one})
-    return {tile: float(np.mean([one[tile] for one in prompts if tile in one])) for tile in tiles}
+    tiles = sorted({tile for kept in prompts for tile in kept})
+    return {tile: float(np.mean([kept[tile] for kept in prompts if tile in kept])) for tile in tiles}
 
 
 def density(kept: Kept, first: int = 0, stop: int | None = None) -> float:
@@ -116,24 +184,30 @@ def density(kept: Kept, first: int = 0, stop: int | None = None) -> float:
     return sum(kept[tile] for tile in tiles) / sum(tile + 1 for tile in tiles)
 
 
-def blocks_per_tile(kept: Kept) -> float:
-    """Mean number of blocks of tiles that choose: without the last ones, which attend to everything."""
+def growth(kept: Kept) -> tuple[float, float]:
+    """Factor and exponent of the power of a tile's position, counted from 1, that its blocks follow: the least-squares
+    fit of their logarithms over the tiles that choose, without the last ones, which attend to everything."""
     whole = -(-sparse_prefill.DENSE_LAST // BLOCK) + 1  # a prompt may end within a tile
-    return float(np.mean([kept[tile] for tile in sorted(kept)[:-whole]]))
+    tiles = np.array(sorted(kept)[:-whole])
+    exponent, factor = np.polyfit(np.log(tiles + 1), np.log([kept[tile] for tile in tiles]), 1)
+    return float(np.exp(factor)), float(exponent)
 
 
-def extrapolated(blocks: float, length: int, block_tokens: int) -> float:
-    """Density of a prompt of ``length`` tokens whose tiles keep ``blocks`` each, after a first block of queries that
-    attends to everything without choosing."""
+def extrapolated(kept: Kept, length: int, block_tokens: int) -> float:
+    """Density of a prompt of ``length`` tokens whose tiles go on as those of shorter ones, after a first block of
+    queries that attends to everything without choosing."""
+    factor, exponent = growth(kept)
     tiles = -(-length // BLOCK)
     dense = sparse_prefill.DENSE_LAST // BLOCK
-    kept = {tile: min(blocks, tile + 1) for tile in range(block_tokens // BLOCK, tiles - dense)}
-    return density(kept | {tile: float(tile + 1) for tile in range(tiles - dense, tiles)})
+    more = {
+        tile: min(factor * (tile + 1) ** exponent, tile + 1) for tile in range(block_tokens // BLOCK, tiles - dense)
+    }
+    return density(more | {tile: float(tile + 1) for tile in range(tiles - dense, tiles)})
 
 
-def summary(found: dict[int, dict[str, Kept]], longer: Sequence[int], block_tokens: int) -> dict[str, object]:
-    """Content of the file, for prompts by length and task."""
-    together = {length: mean(list(tasks.values())) for length, tasks in found.items()}
+def summary(by_task: dict[int, dict[str, Kept]], longer: Sequence[int], block_tokens: int) -> dict[str, Any]:
+    """A model's entry in the file, for prompts by length and task."""
+    together = {length: mean(list(tasks.values())) for length, tasks in by_task.items()}
     step = block_tokens // BLOCK
     by_end = {
         str(length): {
@@ -142,18 +216,15 @@ def summary(found: dict[int, dict[str, Kept]], longer: Sequence[int], block_toke
         }
         for length, kept in together.items()
     }
-    measured = {length: density(kept) for length, kept in together.items()}
-    blocks = blocks_per_tile(together[max(together)])
-    estimated = {length: extrapolated(blocks, length, block_tokens) for length in longer}
+    factor, exponent = growth(together[max(together)])
     return {
-        "density": {str(length): value for length, value in measured.items()},
-        "extrapolated": {str(length): value for length, value in estimated.items()},
-        "blocks_per_tile": {str(length): blocks_per_tile(kept) for length, kept in together.items()},
+        "density": {str(length): density(kept) for length, kept in together.items()},
+        "extrapolated": {str(length): extrapolated(together[max(together)], length, block_tokens) for length in longer},
+        "blocks_of_tile": f"{factor:.3f} * tile ** {exponent:.3f}",
         "by_task": {
-            str(length): {task: density(one) for task, one in tasks.items()} for length, tasks in found.items()
+            str(length): {task: density(kept) for task, kept in tasks.items()} for length, tasks in by_task.items()
         },
         "by_end_of_block_of_queries": by_end,
-        "replay": ",".join(f"{length}={value:.4f}" for length, value in {**measured, **estimated}.items()),
     }
 
 

@@ -16,7 +16,7 @@ def replayed(density: float, seed: int = 0) -> BlockHook:
     ``density`` of all. The selection that it replaces is still computed."""
     found: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def hook(layer: int, q: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def hook(layer: int, q: Tensor, k: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         if tuple(indices.shape) not in found:
             found[tuple(indices.shape)] = random_blocks(indices, density, seed)
         return found[tuple(indices.shape)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILLS, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILL_MASS, PREFILLS, KVSpec
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 from shadowkv.wording import SettingsError
 
@@ -53,6 +53,7 @@ class EngineConfig:
     kv_outliers: int | None = None
     kv_dense_below: int | str = "auto"
     prefill: str = "auto"
+    prefill_mass: float | None = None
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
     fetch_buffer: float | None = None
@@ -136,11 +137,13 @@ class EngineConfig:
             outliers=self.kv_outliers,
             dense_below=dense_below,
             prefill=None if self.prefill == "auto" else self.prefill,
+            prefill_mass=self.prefill_mass,
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
         """The error for what ``spec`` returned being refused, with the reasons in ``error``, in terms of settings."""
-        chosen = {name: getattr(self, name) for name in ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers")}
+        names = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "prefill_mass")
+        chosen = {name: getattr(self, name) for name in names}
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **chosen)
 
     @classmethod
@@ -286,12 +289,14 @@ class EngineConfig:
             help="shorter sequences stay dense; auto: where compressing costs more than it saves, by model, policy and "
             "batch; 0: as few as can be (default: %(default)s)",
         )
+        what = "sparse: long prompts attend to blocks of keys that a few of their queries choose; auto: sparse on a GPU"
+        add(kv, "--prefill", choices=PREFILL, help=f"{what} (default: %(default)s)")
         add(
             kv,
-            "--prefill",
-            choices=PREFILL,
-            help="sparse: long prompts attend to blocks of keys that a few of their queries choose; auto: sparse on a "
-            "GPU (default: %(default)s)",
+            "--prefill-mass",
+            type=float,
+            metavar="SHARE",
+            help=f"of its attention that each sampled query keeps in a sparse prefill (default: {PREFILL_MASS})",
         )
         add(
             kv,

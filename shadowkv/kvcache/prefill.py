@@ -48,7 +48,8 @@ class Prefill:
         self.spec, self.shape = store.layout.spec, store.layout.shape
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
-        self.sparse = SparsePrefill(self.ops, store.compute) if self.spec.prefill == "sparse" else None
+        sparse = self.spec.prefill == "sparse"
+        self.sparse = SparsePrefill(self.ops, store.compute, self.spec.prefill_mass) if sparse else None
         self.cached, self._places = CachedTokens(store, parts), Placing(pool).find
 
     def batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:

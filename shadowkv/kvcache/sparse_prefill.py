@@ -1,8 +1,8 @@
 """Sparse prefill: tiles of a long prompt's queries attend to blocks of keys that a few of them choose.
 
-Nothing is calibrated: a tile keeps blocks that hold a share of its own sampled queries' attention, so that heads and
-layers whose attention is spread out keep more than others. Tiles that would keep nearly everything are capped where
-attention to their blocks takes as long as to all.
+Nothing is calibrated, and what is left out is bounded: a tile keeps as many blocks as each of its sampled queries needs
+for a share of its own attention (``KVSpec.prefill_mass``), at any length of the prompt, so that heads and layers whose
+attention is spread out keep more than others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,6 @@ from torch import Tensor
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-SHARE = 0.01
-"""Share that a block must have of a sampled query's softmax over all blocks that are not attended to anyway. With 0.02
-Qwen2.5-Coder-1.5B lost two to four points of RULER at 32K, mostly needles among many keys."""
-
-MOST = 0.75
-"""Largest share of the blocks that a tile may attend to that it does attend to: choosing them and attending to them
-then takes about as long as attending to all."""
-
 SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
 """Keys, and new tokens of a sequence, from which on sparse attention pays. Below, attention is exact."""
 
@@ -30,19 +22,22 @@ DENSE_LAST = 256
 """Newest tokens of a prompt that attend to everything, with the others of their tiles: in a question, each token may
 look for something different."""
 
-BlockHook = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+BlockHook = Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SparsePrefill:
     """Attention of new tokens over blocks of the tokens before them.
 
+    Args:
+        mass: share of its softmax that every sampled query attends to at the least.
+
     Attributes:
-        hook: called with layer, RoPE-rotated queries [n, H_q, d], and indices and counts as ``select_blocks`` returns
-            them; what it returns is attended to. None leaves them as they are.
+        hook: called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and indices and counts as
+            ``select_blocks`` returns them; what it returns is attended to. None leaves them as they are.
     """
 
-    def __init__(self, ops: Ops, device: torch.device) -> None:
-        self.ops = ops
+    def __init__(self, ops: Ops, device: torch.device, mass: float) -> None:
+        self.ops, self.mass = ops, mass
         self.hook: BlockHook | None = None
         self._kept = torch.zeros((), dtype=torch.int64, device=device)
         self._causal = 0
@@ -55,9 +50,9 @@ class SparsePrefill:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], q and k after RoPE, before
         ``to_come`` more tokens of the prompt."""
-        indices, counts = self.ops.select_blocks(q, k, SHARE, MOST, max(0, DENSE_LAST - to_come))
+        indices, counts = self.ops.select_blocks(q, k, self.mass, max(0, DENSE_LAST - to_come))
         if self.hook is not None:
-            indices, counts = self.hook(layer, q, indices, counts)
+            indices, counts = self.hook(layer, q, k, indices, counts)
         self._kept += counts.sum()
         first, last = len(k) - len(q), len(k) - 1
         ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))

@@ -75,15 +75,17 @@ def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel, monkeypatch: pytes
 def test_policies_whose_prefill_attends_otherwise_have_one_of_their_own(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"SPARSE_FROM": 500, "FEWEST_QUERIES": 100, "SHARE": 0.5, "DENSE_LAST": 0}.items():
+    for name, value in {"SPARSE_FROM": 500, "FEWEST_QUERIES": 100, "DENSE_LAST": 0}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
     tokens = loaded.tokenizer.encode(TEXT)[:1200]
-    names = ["full", "full:prefill=sparse", "full:prefill=dense", "quest:prefill=sparse"]
+    sparse = "prefill=sparse,prefill_mass=0.5"
+    names = ["full", f"full:{sparse}", "full:prefill=dense", f"quest:{sparse}", "full:prefill=sparse"]
     caches = [open_cache(loaded, preset(name), 1300) for name in names]
     sequences, logits = prefill_all(loaded.model, caches, tokens, 1300)
-    assert [sequence.length for sequence in sequences] == [len(tokens)] * 4
+    assert [sequence.length for sequence in sequences] == [len(tokens)] * 5
     assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
-    assert (logits[0] - logits[1]).abs().max() > 1e-3, "nothing was left out: the test would show nothing"
+    for other in (0, 4):  # dense, and sparse with more mass
+        assert (logits[other] - logits[1]).abs().max() > 1e-3, "nothing was left out: the test would show nothing"
     assert caches[0].take_attention_density() is None
 
 

@@ -18,16 +18,17 @@ def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 POLICIES = {
-    "full": preset("full:prefill=sparse"),
-    "shadowkv": preset("shadowkv:prefill=sparse", rank=SHAPE.kv_dim, budget=1.0),
-    "turbo-without-codes": preset("turbo:keys=low-rank,values=dense,prefill=sparse", rank=SHAPE.kv_dim, budget=1.0),
+    name: preset(policy, prefill="sparse", prefill_mass=1.0, **fields)
+    for name, policy, fields in (
+        ("full", "full", {}),
+        ("shadowkv", "shadowkv", {"rank": SHAPE.kv_dim, "budget": 1.0}),
+        ("turbo-without-codes", "turbo:keys=low-rank,values=dense", {"rank": SHAPE.kv_dim, "budget": 1.0}),
+    )
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_turns_that_keep_everything_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_prefill, "SHARE", 1e-30)
-    monkeypatch.setattr(sparse_prefill, "MOST", 1.0)
     monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", 3)
     cache = make_cache(POLICIES[name])
     lengths = [1700, 900]
@@ -59,9 +60,8 @@ def test_short_prompts_and_short_turns_are_exact() -> None:
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
-def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_prefill, "SHARE", 0.3)
-    cache = make_cache(POLICIES["full"])
+def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end() -> None:
+    cache = make_cache(preset("full:prefill=sparse,prefill_mass=0.5"))
     stream = Stream(2, cache.allocate(2250, 2250))
     prefill(cache, [(stream, 2250)], block=1000)  # the last block has 250 tokens, six fewer than DENSE_LAST
     error = (stream.output() - plain_attention(stream)).abs().flatten(1).amax(1)
@@ -77,7 +77,7 @@ def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end(monkeypa
 def test_a_hook_decides() -> None:
     cache, calls = make_cache(POLICIES["full"]), []
 
-    def hook(layer, q, indices, counts):
+    def hook(layer, q, k, indices, counts):
         calls.append((layer, tuple(q.shape), tuple(indices.shape)))
         everything = torch.arange(indices.shape[2], dtype=torch.int32, device=q.device).expand_as(indices).contiguous()
         ends = indices.shape[2] - counts.shape[1] + 1 + torch.arange(counts.shape[1], device=q.device)
@@ -96,7 +96,7 @@ def test_dense_caches_select_nothing_and_say_so() -> None:
     cache = make_cache(KVSpec())
     assert cache.take_attention_density() is None
     with pytest.raises(ValueError, match="prefill=None selects no blocks; use prefill='sparse'"):
-        cache.block_hook = lambda *args: args[2:]
+        cache.block_hook = lambda *args: args[3:]
 
 
 def test_unknown_modes_are_refused() -> None:
@@ -106,7 +106,26 @@ def test_unknown_modes_are_refused() -> None:
         resolve(KVSpec(prefill="some"), SHAPE)
 
 
+def test_shares_that_are_none_are_refused() -> None:
+    for mass in (0.0, 1.01, -0.5):
+        with pytest.raises(ValueError, match=f"prefill_mass={mass} must be above 0 and at most 1"):
+            resolve(KVSpec(prefill="sparse", prefill_mass=mass), SHAPE)
+    with pytest.raises(ValueError, match=r"prefill_mass=0\.5 has no meaning with prefill='dense', which keeps all"):
+        resolve(KVSpec(prefill="dense", prefill_mass=0.5), SHAPE)
+
+
+def test_less_mass_is_fewer_blocks() -> None:
+    densities = []
+    for mass in (0.5, 0.8, 0.95):
+        cache = make_cache(preset("full", prefill="sparse", prefill_mass=mass))
+        stream = Stream(4, cache.allocate(2250, 2250))
+        prefill(cache, [(stream, 2250)], block=1000)
+        densities.append(cache.take_attention_density())
+    assert densities == sorted(densities) and len(set(densities)) == 3
+
+
 def test_caches_of_other_modes_do_not_store_alike() -> None:
     dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
     assert not sparse.stores_alike(dense, 100)
     assert unset.stores_alike(dense, 100)
+    assert not sparse.stores_alike(make_cache(preset("full", prefill="sparse", prefill_mass=0.5)), 100)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import prefill_density
 import pytest
+import torch
+from mass_left_out import left_out
 from sweep_engine import densities_of
 from tiny_model import tiny_model
 
@@ -20,25 +23,75 @@ BLOCK, open_cache = prefill_density.BLOCK, prefill_density.open_cache
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for name, value in {"SPARSE_FROM": 1024, "FEWEST_QUERIES": 100, "SHARE": 0.1}.items():
+    for name, value in {"SPARSE_FROM": 1024, "FEWEST_QUERIES": 100}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
     monkeypatch.setitem(engine_prefill.BLOCK_TOKENS, "cpu", 1024)
 
 
 def test_a_file_that_sweeps_can_replay(tmp_path):
-    out = tmp_path / "new" / "density.json"
+    out, rows = tmp_path / "new" / "density.json", tmp_path / "new" / "mass.csv"
     with tiny_model() as model:
-        flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--tasks", "fwe"]
-        flags += ["--length", "3000", "2200", "--extrapolate", "6000", "--share", "0.12", "--out", str(out)]
-        assert prefill_density.main(flags) == 0
-    found = json.loads(out.read_text())
+        flags = [
+            "--model",
+            str(model),
+            "--load-format",
+            "dummy",
+            "--device",
+            "cpu",
+            "--tasks",
+            "fwe",
+            "--out",
+            str(out),
+        ]
+        flags += ["--length", "3000", "2200", "--extrapolate", "6000"]
+        assert prefill_density.main([*flags, "--prefill-mass", "0.3", "--mass-out", str(rows)]) == 0
+    content = json.loads(out.read_text())
+    ((name, found),) = content["models"].items()
     assert list(found["density"]) == ["2200", "3000"] and list(found["extrapolated"]) == ["6000"]
     assert [list(ends) for ends in found["by_end_of_block_of_queries"].values()] == [["2048", "3072"]] * 2
     assert found["by_task"]["3000"]["fwe"] == found["density"]["3000"]
-    assert found["about"]["share"] == 0.12
-    densities = densities_of(found["replay"])
+    assert found["about"]["prefill_mass"] == 0.3
+    densities = densities_of(content["replay"])
     assert [*densities] == [2200, 3000, 6000]
     assert densities[3000] == pytest.approx(found["density"]["3000"], abs=1e-4)
+    measured = list(csv.DictReader(rows.read_text().splitlines()))
+    assert [(row["model"], row["length"], row["rule"]) for row in measured] == [
+        (name, length, "prefill_mass=0.3") for length in ("2200", "3000")
+    ]
+    for row in measured:
+        assert float(row["density"]) == pytest.approx(found["density"][row["length"]], abs=1e-4)
+        assert 0 < float(row["mass_left_out_mean"]) < float(row["mass_left_out_p99"]) < 0.9
+
+
+def test_another_model_is_added_and_the_densest_is_replayed(tmp_path):
+    path = tmp_path / "density.json"
+    prefill_density.add_model(path, "a", {"density": {"100": 0.5, "200": 0.2}, "extrapolated": {"400": 0.1}})
+    content = prefill_density.add_model(path, "b", {"density": {"200": 0.3, "400": 0.05}, "extrapolated": {}})
+    assert [*content["models"]] == ["a", "b"]
+    assert content["replay"] == "100=0.5000,200=0.3000,400=0.0500"  # measured, where a's is extrapolated
+    assert json.loads(path.read_text()) == content
+
+
+def test_what_is_left_out_is_that_of_the_exact_softmax(seed):
+    n, m, block = 400, 1100, BLOCK
+    q, k = torch.randn(n, 4, 16), torch.randn(m, 2, 16)
+    indices = torch.full((4, 4, 9), 7, dtype=torch.int32)
+    counts = torch.full((4, 4), 3, dtype=torch.int32)
+    indices[:, :, :3] = torch.tensor([0, 2, 5])
+    counts[2, 1] = 9  # attends to everything: does not count
+    means, largest = left_out(q, k, indices, counts)
+    expected = []
+    for head in range(4):
+        for tile in range(3):  # the fourth is not full
+            if (head, tile) == (2, 1):
+                continue
+            own = torch.arange(tile * block, (tile + 1) * block)
+            scores = q[own, head] @ k[:, head // 2].T / 4
+            shares = scores.masked_fill(torch.arange(m) > m - n + own[:, None], float("-inf")).softmax(1)
+            kept = torch.isin(torch.arange(m) // block, torch.tensor([0, 2, 5]))
+            expected.append(shares[:, ~kept].sum(1))
+    torch.testing.assert_close(means, torch.stack(expected).mean(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(largest, torch.stack(expected).amax(1), atol=1e-5, rtol=1e-5)
 
 
 def test_what_the_cache_counts(monkeypatch):
@@ -46,20 +99,22 @@ def test_what_the_cache_counts(monkeypatch):
     monkeypatch.setattr(prefill_density, "open_cache", lambda *args: caches.append(open_cache(*args)) or caches[-1])
     with tiny_model() as model:
         loaded = load_from_config(EngineConfig(str(model), load_format="dummy", device="cpu", dtype="float32"))
-        kept = prefill_density.measure(loaded, [n * n % 127 for n in range(2500)])
+        kept = prefill_density.measure(loaded, [n * n % 127 for n in range(2500)], 0.8)
         with pytest.raises(ValueError, match="900 tokens is attended to as a whole"):
-            prefill_density.measure(loaded, [1] * 900)
+            prefill_density.measure(loaded, [1] * 900, 0.8)
     assert [*kept] == [*range(8, 20)]
     assert isinstance(caches[0], KVCache)
     assert prefill_density.density(kept) == pytest.approx(caches[0].take_attention_density())
     assert kept[19] == 20 and kept[18] == 19  # the last 256 tokens see everything
 
 
-def test_longer_prompts_keep_as_many_blocks_a_tile():
-    kept = {tile: 10.0 for tile in range(64, 480)}
-    kept |= {tile: tile + 1.0 for tile in (478, 479)}
-    assert prefill_density.blocks_per_tile(kept) == 10
-    assert prefill_density.extrapolated(10, 480 * BLOCK, 64 * BLOCK) == pytest.approx(prefill_density.density(kept))
-    halves = [prefill_density.extrapolated(10, tiles * BLOCK, 64 * BLOCK) for tiles in (1000, 2000)]
-    assert 0.4 < halves[1] / halves[0] < 0.6
-    assert prefill_density.extrapolated(5000, 1000 * BLOCK, 64 * BLOCK) == 1
+def test_longer_prompts_go_on_as_tiles_grow():
+    def prompt(tiles):
+        kept = {tile: 3 * (tile + 1) ** 0.5 for tile in range(64, tiles)}
+        return kept | {tile: tile + 1.0 for tile in (tiles - 2, tiles - 1)}
+
+    assert prefill_density.growth(prompt(480)) == pytest.approx((3, 0.5))
+    found = prefill_density.extrapolated(prompt(480), 2000 * BLOCK, 64 * BLOCK)
+    assert found == pytest.approx(prefill_density.density(prompt(2000)))
+    everything = {tile: tile + 1.0 for tile in range(64, 480)}
+    assert prefill_density.extrapolated(everything, 1000 * BLOCK, 64 * BLOCK) == pytest.approx(1)

@@ -1,4 +1,5 @@
-"""Selection of blocks on Hopper: scores by ``csrc/kernels/score_blocks_sm90.cuh``, the rest by Triton."""
+"""Selection of blocks on Hopper: scores of what a tile may leave out by
+``csrc/kernels/score_blocks_sm90.cuh``, the rest by Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
-from shadowkv.ops.select_blocks.triton import choose_blocks, sample_queries, score_buffer
+from shadowkv.ops.select_blocks.triton import choose_blocks, sample_queries, score_attended, score_buffer
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
@@ -35,15 +36,15 @@ def supports(case: Case) -> list[str]:
     ]
 
 
-def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """Same as the reference; products are summed in float32, and a block's share has a relative error of at most 1e-4.
+def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+    """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
 
     bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
     of q and k are multiples of 16 bytes. Can be captured in a CUDA graph.
     """
-    scores = score_buffer(q, k)
-    score_blocks(q, k, sample_queries(q), scores)
-    return choose_blocks(scores, q, k, share, most, whole)
+    scores, sampled = score_buffer(q, k), sample_queries(q)
+    score_blocks(q, k, sampled, scores)
+    return choose_blocks(scores, score_attended(q, k, sampled), q, k, mass, whole)
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:

@@ -17,17 +17,18 @@ SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and blocks before a tile's own, that the tile always attends to."""
 
 
-def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
     """The blocks of keys that each tile of the last n of m positions attends to.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    From all other blocks, which hold only keys before it, it takes those with at least ``share`` of the softmax of one
-    of its sampled queries (``sample_queries``) over these blocks. If that is more than a share of ``most`` of all
-    blocks that it may attend to, ``share`` is doubled until it is not.
+    From all other blocks, which hold only keys before it, each of its sampled queries (``sample_queries``) leaves out
+    those with the least of its softmax over all keys that it sees, as long as they have less than ``1 - mass`` of it
+    together. The tile leaves out what all of them leave out.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
         k: RoPE-rotated keys [m, H, d].
+        mass: share of its softmax that every sampled query attends to at the least, above 0; with 1 all is kept.
         whole: tiles that hold one of the last ``whole`` queries, and a last tile that is not full, attend to all
             blocks.
 
@@ -39,29 +40,25 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     tiles, blocks = -(-n // BLOCK), -(-m // BLOCK)
     indices = torch.zeros(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.zeros(query_heads, tiles, dtype=torch.int32, device=q.device)
-    sampled = sample_queries(q)
+    sampled = sample_queries(q).long()
     for tile in range(tiles):
         first = m - n + tile * BLOCK
         end = (min(first + BLOCK, m) - 1) // BLOCK + 1
-        free = range(SINK_BLOCKS, max(SINK_BLOCKS, first // BLOCK - LOCAL_BLOCKS + 1))
+        free = slice(SINK_BLOCKS, max(SINK_BLOCKS, first // BLOCK - LOCAL_BLOCKS + 1))
         chosen = torch.ones(query_heads, end, dtype=torch.bool, device=q.device)
-        if len(free) and (tile + 1) * BLOCK <= n - whole:
-            rows = sampled[:, tile].long()[..., None].expand(-1, -1, dim)
-            queries = q.transpose(0, 1).gather(1, rows).float().unflatten(0, (heads, -1))
-            keys = k[free.start * BLOCK : free.stop * BLOCK].float()
-            scores = torch.einsum("hgrd,mhd->hgrm", queries, keys).flatten(0, 1) * dim**-0.5
-            sums = scores.unflatten(-1, (-1, BLOCK)).logsumexp(-1)  # [H_q, sampled, free]
-            shares = (sums - sums.logsumexp(-1, keepdim=True)).amax(1)
-            for head in range(query_heads):
-                least, kept = math.log(share), shares[head] >= math.log(share)
-                while int(kept.sum()) > int(most * end):
-                    least += math.log(2)
-                    kept = shares[head] >= least
-                chosen[head, free.start : free.stop] = kept
+        if free.start < free.stop and (tile + 1) * BLOCK <= n - whole:
+            rows = sampled[:, tile]  # [H_q, sampled]
+            queries = q.transpose(0, 1).gather(1, rows[..., None].expand(-1, -1, dim)).float().unflatten(0, (heads, -1))
+            scores = torch.einsum("hgrd,mhd->hgrm", queries, k[: end * BLOCK].float()).flatten(0, 1) * dim**-0.5
+            later = torch.arange(scores.shape[2], device=q.device) > m - n + rows[..., None]
+            shares = scores.masked_fill(later, -math.inf).softmax(-1)[..., free.start * BLOCK : free.stop * BLOCK]
+            least, order = shares.unflatten(-1, (-1, BLOCK)).sum(-1).sort(-1)  # [H_q, sampled, free]
+            enough = least.cumsum(-1) >= 1 - mass
+            chosen[:, free] = enough.scatter(-1, order, enough).any(1)
         for head in range(query_heads):
-            found = chosen[head].nonzero().flatten()
-            indices[head, tile, : len(found)] = found
-            counts[head, tile] = len(found)
+            listed = chosen[head].nonzero().flatten()
+            indices[head, tile, : len(listed)] = listed
+            counts[head, tile] = len(listed)
     return indices, counts
 
 

@@ -1,4 +1,5 @@
-"""Selection of blocks in three Triton kernels: queries are sampled and scored against all keys, blocks are chosen."""
+"""Selection of blocks in four Triton kernels: queries are sampled and scored against keys that a tile always attends to
+and against all others, and blocks are chosen."""
 
 from __future__ import annotations
 
@@ -18,6 +19,10 @@ SPAN = 32
 AT_ONCE = 512
 """Blocks of keys that are considered together when choosing."""
 
+HALVINGS = 10
+"""Of the octaves in which the least share of a kept block is sought: it is found to within 2 % below its exact value,
+as there are at most 25 of them."""
+
 
 def supports(case: Case) -> list[str]:
     """Why the kernels cannot serve a case: sampled queries and blocks of keys must fit in shared memory."""
@@ -29,11 +34,12 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """Same as the reference; products are summed in float32."""
-    scores = score_buffer(q, k)
-    score_blocks(q, k, sample_queries(q), scores)
-    return choose_blocks(scores, q, k, share, most, whole)
+def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+    """Same as the reference, and blocks whose share is up to 2 % below that of the last one kept; products are summed
+    in float32."""
+    scores, sampled = score_buffer(q, k), sample_queries(q)
+    score_blocks(q, k, sampled, scores)
+    return choose_blocks(scores, score_attended(q, k, sampled), q, k, mass, whole)
 
 
 def tiles_together(group: int) -> int:
@@ -74,17 +80,34 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
     )  # fmt: skip
 
 
-def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
-    """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written; all
-    other arguments as for ``select_blocks``."""
+def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
+    """log2 of the sampled queries' sums of exponentials over the keys that their tiles always attend to, up to each
+    query's own: float32 [H_q, tiles, ``SAMPLED``]. Arguments as for ``score_blocks``."""
+    n, query_heads, dim = q.shape
+    heads, tiles = k.shape[1], triton.cdiv(n, BLOCK)
+    group = query_heads // heads
+    attended = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.float32, device=q.device)
+    _score_attended[(tiles, heads)](
+        q, k, sampled, attended, n, len(k), dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2], DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, ROWS=max(16, triton.next_power_of_2(group * SAMPLED)),
+        BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32,
+    )  # fmt: skip
+    return attended
+
+
+def choose_blocks(
+    scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, mass: float, whole: int
+) -> tuple[Tensor, Tensor]:
+    """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written and
+    those of ``score_attended``; all other arguments as for ``select_blocks``."""
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
     group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
     _choose[(tiles, query_heads)](
-        scores, indices, counts, n, m, whole, heads, parts, blocks, math.log2(share), most, GROUP=group,
+        scores, attended, indices, counts, n, m, whole, heads, parts, blocks, 1 - mass, GROUP=group,
         TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS,
-        AT_ONCE=AT_ONCE,
+        AT_ONCE=AT_ONCE, HALVINGS=HALVINGS,
     )  # fmt: skip
     return indices, counts
 
@@ -162,11 +185,48 @@ def _score(
         out += step
 
 
+@triton.jit(do_not_specialize=["n", "m"])
+def _score_attended(
+    q, k, sampled, attended, n, m, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
+    LOCAL: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """log2 of the sums of exponentials of one tile's sampled queries, of all query heads of one kv head."""
+    tile, head, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row = tl.arange(0, ROWS)
+    lives = row < GROUP * SAMPLED
+    place = ((head * GROUP + row // SAMPLED) * tiles + tile) * SAMPLED + row % SAMPLED
+    token = tl.load(sampled + place, mask=lives, other=0)
+    dim, within = tl.arange(0, DIM_BLOCK), tl.arange(0, BLOCK)
+    queries = tl.load(
+        q + token.to(tl.int64)[:, None] * q_token + (head * GROUP + row // SAMPLED)[:, None] * q_head + dim[None, :],
+        mask=lives[:, None] & (dim < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    first = m - n + tile * BLOCK
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1
+    newest = tl.maximum(first // BLOCK - LOCAL + 1, SINK)  # blocks from here on, and the first ones
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for number in range(0, tl.minimum(SINK, end) + tl.maximum(end - newest, 0)):
+        block = tl.where(number < SINK, number, newest + number - SINK)
+        key = block * BLOCK + within
+        keys = tl.load(
+            k + key.to(tl.int64)[:, None] * k_token + head * k_head + dim[None, :],
+            mask=(key < m)[:, None] & (dim < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else "tf32") * scale
+        products = tl.where(key[None, :] <= (m - n + token)[:, None], products, float("-inf"))
+        higher = tl.maximum(peak, tl.max(products, 1))  # the first block has a key that every query sees
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(products - higher[:, None]), 1)
+        peak = higher
+    tl.store(attended + place, peak + tl.log2(total), mask=lives)
+
+
 @triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks"])
 def _choose(
-    scores, indices, counts, n, m, whole, heads, parts, blocks, least, most, GROUP: tl.constexpr,
+    scores, attended, indices, counts, n, m, whole, heads, parts, blocks, left_out, GROUP: tl.constexpr,
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
-    LOCAL: tl.constexpr, AT_ONCE: tl.constexpr,
+    LOCAL: tl.constexpr, AT_ONCE: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
     """Chooses the blocks of one tile of one query head."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
@@ -180,39 +240,45 @@ def _choose(
     rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
     sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
     step = tl.full([], ROWS, tl.int64) * heads * parts
-    peak = tl.full([SAMPLED], float("-inf"), tl.float32)
-    total = tl.zeros([SAMPLED], tl.float32)
+    peak = tl.load(attended + (query_head * tiles + tile) * SAMPLED + sample)
+    total = tl.full([SAMPLED], 1.0, tl.float32)
     for start in range(SINK, free_end, AT_ONCE):
         block = start + within
-        one = tl.load(
+        score = tl.load(
             scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
             other=float("-inf"),
         )  # fmt: skip
-        higher = tl.maximum(peak, tl.max(one, 0))
-        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(one - higher[None, :]), 0)
+        higher = tl.maximum(peak, tl.max(score, 0))
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(score - higher[None, :]), 0)
         peak = higher
     norm = peak + tl.log2(total)
-    allowed = (most * end).to(tl.int32)
-    kept = allowed + 1
-    least -= 1.0
-    while kept > allowed:
-        least += 1.0
-        kept = 0
+    # Per query, log2 of the least share of a kept block. Blocks with less than ``least`` have less than ``left_out``
+    # together (at first, because each has less than an equal part of it), those with less than ``most`` need not.
+    least = tl.zeros([SAMPLED], tl.float32) + tl.log2(left_out / tl.maximum(free_end - SINK, 1).to(tl.float32))
+    most = tl.zeros([SAMPLED], tl.float32)
+    for _ in range(HALVINGS):
+        middle = (least + most) / 2
+        below = tl.zeros([SAMPLED], tl.float32)
         for start in range(SINK, free_end, AT_ONCE):
             block = start + within
-            one = tl.load(
+            score = tl.load(
                 scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
                 other=float("-inf"),
             )  # fmt: skip
-            kept += tl.sum((tl.max(one - norm[None, :], 1) >= least).to(tl.int32))
+            share = score - norm[None, :]
+            below += tl.sum(tl.where(share < middle[None, :], tl.exp2(share), 0.0), 0)
+        fits = below < left_out
+        least, most = tl.where(fits, middle, least), tl.where(fits, most, middle)
     out = indices + (query_head.to(tl.int64) * tiles + tile) * blocks
     count = 0
     for start in range(0, end, AT_ONCE):
         block = start + within
         free = (block >= SINK) & (block < free_end)
-        one = tl.load(scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf"))
-        chosen = tl.where(free, tl.max(one - norm[None, :], 1) >= least, block < end)
-        ones = chosen.to(tl.int32)
-        tl.store(out + count + tl.cumsum(ones, 0) - ones, block, mask=chosen)
-        count += tl.sum(ones)
+        score = tl.load(
+            scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
+        )
+        over = tl.max(score - norm[None, :] - least[None, :], 1)
+        chosen = tl.where(free, over >= 0, block < end).to(tl.int32)
+        tl.store(out + count + tl.cumsum(chosen, 0) - chosen, block, mask=chosen != 0)
+        count += tl.sum(chosen)
     tl.store(counts + query_head * tiles + tile, count)
