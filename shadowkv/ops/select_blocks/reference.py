@@ -10,8 +10,8 @@ from torch import Tensor
 BLOCK = 128
 """Keys of a block and queries of a tile."""
 
-SAMPLED = 8
-"""Queries of a tile whose attention is computed to choose its blocks."""
+SAMPLED, SPREAD = 8, 4
+"""Queries of a tile whose attention is computed to choose its blocks, and those of them that are spread evenly."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and blocks before a tile's own, that the tile always attends to."""
@@ -21,9 +21,9 @@ def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Te
     """The blocks of keys that each tile of the last n of m positions attends to.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    From all other blocks, which hold only keys before it, each of its sampled queries (``sample_queries``) leaves out
-    those with the least of its softmax over all keys that it sees, as long as they have less than ``1 - mass`` of it
-    together. The tile leaves out what all of them leave out.
+    All other blocks hold only keys before it. Of these it leaves out the least, by the largest share that one has of
+    the softmax of a sampled query (``sample_queries``) over all keys that the query sees: as many as leave every sampled
+    query with more than ``mass`` of its softmax.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
@@ -52,9 +52,10 @@ def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Te
             scores = torch.einsum("hgrd,mhd->hgrm", queries, k[: end * BLOCK].float()).flatten(0, 1) * dim**-0.5
             later = torch.arange(scores.shape[2], device=q.device) > m - n + rows[..., None]
             shares = scores.masked_fill(later, -math.inf).softmax(-1)[..., free.start * BLOCK : free.stop * BLOCK]
-            least, order = shares.unflatten(-1, (-1, BLOCK)).sum(-1).sort(-1)  # [H_q, sampled, free]
-            enough = least.cumsum(-1) >= 1 - mass
-            chosen[:, free] = enough.scatter(-1, order, enough).any(1)
+            shares = shares.unflatten(-1, (-1, BLOCK)).sum(-1)  # [H_q, sampled, free]
+            order = shares.amax(1).argsort(-1)
+            left_out = shares.gather(2, order[:, None].expand_as(shares)).cumsum(-1).amax(1)
+            chosen[:, free] = torch.zeros_like(chosen[:, free]).scatter(1, order, left_out >= 1 - mass)
         for head in range(query_heads):
             listed = chosen[head].nonzero().flatten()
             indices[head, tile, : len(listed)] = listed
@@ -65,8 +66,8 @@ def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Te
 def sample_queries(q: Tensor) -> Tensor:
     """Rows of ``q`` [n, H_q, d] that represent the tiles, int32 [H_q, tiles, ``SAMPLED``].
 
-    The last query of a tile, then repeatedly the one farthest from those already sampled (Gonzalez 1985): this catches
-    what only one token looks for, which evenly spaced queries miss twice as often.
+    ``SPREAD`` evenly spaced ones, the tile's last among them, which stand for most of its queries, then repeatedly the
+    one farthest from those already sampled (Gonzalez 1985): this catches what only one token looks for.
     """
     n, query_heads, _ = q.shape
     tiles = -(-n // BLOCK)
@@ -75,10 +76,13 @@ def sample_queries(q: Tensor) -> Tensor:
         start = tile * BLOCK
         rows = q[start : start + BLOCK].float().transpose(0, 1)
         apart = torch.cdist(rows, rows)  # [H_q, rows, rows]
-        newest = torch.full((query_heads,), rows.shape[1] - 1, device=q.device)
         nearest = torch.full(rows.shape[:2], math.inf, device=q.device)
         for number in range(SAMPLED):
+            if number < SPREAD:
+                row = min(BLOCK // SPREAD * (number + 1), rows.shape[1]) - 1
+                newest = torch.full((query_heads,), row, device=q.device)
+            else:
+                newest = nearest.argmax(1)
             sampled[:, tile, number] = start + newest
             nearest = torch.minimum(nearest, apart[torch.arange(query_heads, device=q.device), newest])
-            newest = nearest.argmax(1)
     return sampled

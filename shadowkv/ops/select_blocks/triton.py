@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, SPREAD
 
 SPAN = 32
 """Blocks of keys that a program scores."""
@@ -35,8 +35,8 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """Same as the reference, and blocks whose share is up to 2 % below that of the last one kept; products are summed
-    in float32."""
+    """Same as the reference, but what has up to 2 % less than the least block that is kept may be kept, too; products
+    are summed in float32."""
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
     return choose_blocks(scores, score_attended(q, k, sampled), q, k, mass, whole)
@@ -119,7 +119,7 @@ def sample_queries(q: Tensor) -> Tensor:
     sampled = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.int32, device=q.device)
     _sample[(tiles, query_heads)](
         q, sampled, n, *q.stride()[:2], DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), BLOCK=BLOCK, SAMPLED=SAMPLED,
-        EXACT=q.dtype == torch.float32, num_warps=8,
+        SPREAD=SPREAD, EXACT=q.dtype == torch.float32, num_warps=8,
     )  # fmt: skip
     return sampled
 
@@ -127,7 +127,7 @@ def sample_queries(q: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["n"])
 def _sample(
     q, sampled, n, q_token, q_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLED: tl.constexpr, EXACT: tl.constexpr,
+    SAMPLED: tl.constexpr, SPREAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Samples the queries of one tile of one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -140,13 +140,14 @@ def _sample(
     products = tl.dot(rows, tl.trans(rows), input_precision="ieee" if EXACT else "tf32")
     squares = tl.sum(tl.where(within[:, None] == within[None, :], products, 0.0), 1)
     apart = squares[:, None] + squares[None, :] - 2 * products
-    newest = tl.minimum(n - tile * BLOCK, BLOCK) - 1
     nearest = tl.full([BLOCK], float("inf"), tl.float32)
     out = sampled + (head * tl.num_programs(0) + tile) * SAMPLED
     for number in range(SAMPLED):
+        spread = tl.minimum(BLOCK // SPREAD * (number + 1), n - tile * BLOCK) - 1
+        farthest = tl.argmax(tl.where(token < n, nearest, float("-inf")), 0).to(tl.int32)
+        newest = tl.where(number < SPREAD, spread, farthest)
         tl.store(out + number, tile * BLOCK + newest)
         nearest = tl.minimum(nearest, tl.sum(tl.where(within[None, :] == newest, apart, 0.0), 1))
-        newest = tl.argmax(tl.where(token < n, nearest, float("-inf")), 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n", "m", "tiles"])
@@ -252,10 +253,10 @@ def _choose(
         total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(score - higher[None, :]), 0)
         peak = higher
     norm = peak + tl.log2(total)
-    # Per query, log2 of the least share of a kept block. Blocks with less than ``least`` have less than ``left_out``
-    # together (at first, because each has less than an equal part of it), those with less than ``most`` need not.
-    least = tl.zeros([SAMPLED], tl.float32) + tl.log2(left_out / tl.maximum(free_end - SINK, 1).to(tl.float32))
-    most = tl.zeros([SAMPLED], tl.float32)
+    # log2 of the least share that a kept block has of one query. Of no query do blocks with less than ``least`` have
+    # ``left_out`` together (at first, because each has less than an equal part of it); those below ``most`` may.
+    least = tl.log2(left_out / tl.maximum(free_end - SINK, 1).to(tl.float32))
+    most = tl.zeros([], tl.float32)
     for _ in range(HALVINGS):
         middle = (least + most) / 2
         below = tl.zeros([SAMPLED], tl.float32)
@@ -266,8 +267,8 @@ def _choose(
                 other=float("-inf"),
             )  # fmt: skip
             share = score - norm[None, :]
-            below += tl.sum(tl.where(share < middle[None, :], tl.exp2(share), 0.0), 0)
-        fits = below < left_out
+            below += tl.sum(tl.where((tl.max(share, 1) < middle)[:, None], tl.exp2(share), 0.0), 0)
+        fits = tl.max(below, 0) < left_out
         least, most = tl.where(fits, middle, least), tl.where(fits, most, middle)
     out = indices + (query_head.to(tl.int64) * tiles + tile) * blocks
     count = 0
@@ -277,8 +278,7 @@ def _choose(
         score = tl.load(
             scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
         )
-        over = tl.max(score - norm[None, :] - least[None, :], 1)
-        chosen = tl.where(free, over >= 0, block < end).to(tl.int32)
+        chosen = tl.where(free, tl.max(score - norm[None, :], 1) >= least, block < end).to(tl.int32)
         tl.store(out + count + tl.cumsum(chosen, 0) - chosen, block, mask=chosen != 0)
         count += tl.sum(chosen)
     tl.store(counts + query_head * tiles + tile, count)
