@@ -110,7 +110,7 @@ def test_sampled_queries_leave_out_less_than_they_may(
         largest, order = shares.amax(0).sort()
         enough = (shares[:, order].cumsum(1) >= 1 - mass).any(0)
         least = largest[enough].min() if enough.any() else math.inf
-        assert (shares.amax(0)[kept] >= 0.97 * least).all(), "a block was kept that no query needs"
+        assert (shares.amax(0)[kept] >= 0.94 * least).all(), "a block was kept that no query needs"
         assert (shares.amax(0)[~kept] <= 1.01 * least).all(), "a block was left out that a query needs"
     assert not left_blocks or mass < 1
     if whole == 0 and mass < 0.9 and m > n > BLOCK + 1:

@@ -22,8 +22,8 @@ def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Te
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
     All other blocks hold only keys before it. Of these it leaves out the least, by the largest share that one has of
-    the softmax of a sampled query (``sample_queries``) over all keys that the query sees: as many as leave every sampled
-    query with more than ``mass`` of its softmax.
+    the softmax of a sampled query (``sample_queries``) over all keys that the query sees: as many as leave every one
+    of these queries with more than ``mass`` of its softmax.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
