@@ -91,8 +91,8 @@ def prefill_all(
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
-    # Dense ones attend alike, sparse ones where they leave out as much.
-    modes = [cache.spec.prefill_mass if cache.spec.prefill == "sparse" else 1.0 for cache in caches]
+    # Sparse ones attend alike where they allow the same error, and dense ones allow none.
+    modes = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
     for mode in dict.fromkeys(modes):
         storing = [n for n in opened if modes[n] == mode]
         fan_out = FanOut([caches[n] for n in storing])

@@ -1,11 +1,11 @@
-"""How many blocks of keys a sparse prefill attends to and how much attention it leaves out, for RULER prompts.
+"""How many blocks of keys a sparse prefill attends to, and what of the attention they do not represent, for RULER's.
 
 Densities by position go to a JSON file, in which each model has an entry: shares of the blocks up to each tile, as in
 ``--replay`` of the sweeps; the file's ``replay`` is that flag's value, at each length of the model that keeps most.
 ``--extrapolate`` adds longer prompts, from how the blocks of a tile grow with its position. ``--mass-out`` adds rows to
-a CSV file: the share of its exact softmax that a tile's queries leave out on average, as mean and 99th percentile over
-tiles, heads and layers, and the 99th percentile of what the query that leaves out most does. Tiles that attend to
-everything, because they end the prompt, do not count there.
+a CSV file: the share of the exact softmax that a tile's blocks leave out or count too often, on average over its
+queries, as mean and 99th percentile over tiles, heads and layers, and the same for the query of a tile where it is
+most. Tiles that attend to everything, because they end the prompt, do not count there.
 
     python scripts/prefill_density.py --adapter smollm2-135m-64k --rope-theta 4e6 --length 16384 32768 61440 \\
         --extrapolate 124928 249856 --out results/prefill/density.json --mass-out results/prefill/mass.csv
@@ -35,7 +35,8 @@ from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import PREFILL_MASS
+from shadowkv.kvcache.sparse_prefill import Blocks
+from shadowkv.kvcache.spec import PREFILL_ERROR
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=1, help="of each task and length (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--data", type=Path, help="RULER's files (default: of the installed package)")
-    parser.add_argument("--prefill-mass", type=float, default=PREFILL_MASS, metavar="SHARE", help="as of the server")
+    parser.add_argument("--prefill-error", type=float, default=PREFILL_ERROR, metavar="SHARE", help="as of the server")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--mass-out", type=Path, help="CSV file (default: none; exact attention takes time)")
     args = parser.parse_args(argv)
@@ -85,13 +86,13 @@ def main(argv: list[str] | None = None) -> int:
         for task in args.tasks:
             samples = ruler.samples(task, loaded.tokenizer, length, args.samples, args.seed, args.data)
             prompts = (loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True) for sample in samples)
-            kept[length][task] = mean([measure(loaded, prompt, args.prefill_mass, gone) for prompt in prompts])
+            kept[length][task] = mean([measure(loaded, prompt, args.prefill_error, gone) for prompt in prompts])
             print(f"{length} {task}: {density(kept[length][task]):.4f}", flush=True)
         if gone:
             together = density(mean(list(kept[length].values())))
-            row = {"model": loaded.name, "length": length, "rule": f"prefill_mass={args.prefill_mass}"}
+            row = {"model": loaded.name, "length": length, "rule": f"prefill_error={args.prefill_error}"}
             add_row(args.mass_out, {**row, "density": round(together, 4), **gone.figures()})
-    about = {**provenance(), "prefill_mass": args.prefill_mass, "seed": args.seed, "samples": args.samples}
+    about = {**provenance(), "prefill_error": args.prefill_error, "seed": args.seed, "samples": args.samples}
     figures = summary(kept, args.extrapolate, BLOCK_TOKENS[loaded.model.device.type])
     written = add_model(args.out, loaded.name, {"about": about, **figures})
     print(f"--replay {written['replay']}", flush=True)
@@ -105,9 +106,9 @@ class LeftOut:
         self._means: list[Tensor] = []
         self._largest: list[Tensor] = []
 
-    def add(self, q: Tensor, k: Tensor, indices: Tensor, counts: Tensor) -> None:
+    def add(self, q: Tensor, k: Tensor, blocks: Blocks) -> None:
         """Adds the tiles of a layer."""
-        means, largest = left_out(q, k, indices, counts)
+        means, largest = left_out(q, k, blocks)
         self._means.append(means.cpu())
         self._largest.append(largest.cpu())
 
@@ -153,16 +154,17 @@ def add_model(path: Path, name: str, figures: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def measure(loaded: LoadedModel, prompt: list[int], mass: float, gone: LeftOut | None = None) -> Kept:
+def measure(loaded: LoadedModel, prompt: list[int], error: float, gone: LeftOut | None = None) -> Kept:
     """Blocks kept for one prompt, and what they leave out; raises ValueError if none of its blocks is sparse."""
-    cache = open_cache(loaded, preset("full", prefill="sparse", prefill_mass=mass), len(prompt) + 1)
+    cache = open_cache(loaded, preset("full", prefill="sparse", prefill_error=error), len(prompt) + 1)
     seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the position of the first tile
 
-    def hook(layer: int, q: Tensor, k: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def hook(layer: int, q: Tensor, k: Tensor, blocks: Blocks) -> Blocks:
+        indices, counts, _ = blocks
         seen[indices.shape[2] - indices.shape[1]].append(counts.float().mean(0))
         if gone is not None:
-            gone.add(q, k, indices, counts)
-        return indices, counts
+            gone.add(q, k, blocks)
+        return blocks
 
     cache.block_hook = hook
     prefill(loaded.model, cache, [(cache.allocate(len(prompt), len(prompt) + 1), prompt)], scored=True)

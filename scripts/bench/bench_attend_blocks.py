@@ -15,6 +15,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
+from shadowkv.kvcache.sparse_prefill import Blocks
 from shadowkv.ops.attend_blocks import cuda, reference, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SINK_BLOCKS
 
@@ -23,14 +24,14 @@ CASES = [(keys, density) for keys in (61440, 122880, 245760) for density in (0.0
 """Keys, and the share of blocks up to a tile that the tile attends to."""
 
 
-def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]]:
+def backends() -> dict[str, Callable[..., Tensor]]:
     """The available backends, by name."""
     found = {"triton": triton.attend_blocks}
     return found | ({"cuda": cuda.attend_blocks} if cuda.available() else {})
 
 
-def lists(keys: int, density: float) -> tuple[Tensor, Tensor]:
-    """Blocks and their counts, for every tile of every query head."""
+def lists(keys: int, density: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, their counts and weights, for every tile of every query head."""
     tiles, blocks = QUERIES // BLOCK, keys // BLOCK
     own = (keys - QUERIES) // BLOCK + torch.arange(tiles, device="cuda")[:, None]
     block = torch.arange(blocks, device="cuda")
@@ -38,14 +39,16 @@ def lists(keys: int, density: float) -> tuple[Tensor, Tensor]:
     chosen |= (block < SINK_BLOCKS) | (block >= own - LOCAL_BLOCKS)
     chosen &= block <= own
     indices = chosen.int().sort(dim=-1, descending=True, stable=True)[1]
-    return indices.int(), chosen.sum(-1).int()
+    weights = torch.where((indices < SINK_BLOCKS) | (indices >= own - LOCAL_BLOCKS), 1.0, 2.0)
+    return indices.int(), chosen.sum(-1).int(), weights
 
 
-def verify(out: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> None:
+def verify(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
     """Raises if the last tile of the first or the last query head differs from the reference."""
     for head in (0, HEADS * GROUP - 1):
         of, shared, tile = slice(head, head + 1), slice(head // GROUP, head // GROUP + 1), slice(-1, None)
-        exact = reference.attend_blocks(q[-BLOCK:, of], k[:, shared], v[:, shared], indices[of, tile], counts[of, tile])
+        listed = (x[of, tile] for x in blocks)
+        exact = reference.attend_blocks(q[-BLOCK:, of], k[:, shared], v[:, shared], *listed)
         torch.testing.assert_close(out[-BLOCK:, of].float(), exact.float(), atol=5e-4, rtol=0.02)
 
 
@@ -54,12 +57,12 @@ def measure(case: tuple[int, float]) -> list[Row]:
     keys, density = case
     q = torch.randn(QUERIES, HEADS * GROUP, DIM, device="cuda").bfloat16()
     k, v = torch.randn(2, keys, HEADS, DIM, device="cuda").bfloat16()
-    indices, counts = lists(keys, density)
-    operations = 4 * DIM * BLOCK * BLOCK * int(counts.sum())
+    blocks = lists(keys, density)
+    operations = 4 * DIM * BLOCK * BLOCK * int(blocks[1].sum())
     table: list[Row] = []
     for name, attend in backends().items():
-        verify(attend(q, k, v, indices, counts), q, k, v, indices, counts)
-        taken = microseconds([lambda attend=attend: attend(q, k, v, indices, counts)] * 3, rounds=7)
+        verify(attend(q, k, v, *blocks), q, k, v, blocks)
+        taken = microseconds([lambda attend=attend: attend(q, k, v, *blocks)] * 3, rounds=7)
         row: Row = {
             "backend": name, "queries": QUERIES, "keys": keys, "density": density, "kv heads": HEADS, "group": GROUP,
             "dim": DIM, "ms": round(taken / 1e3, 3), "TFLOP/s": round(operations / taken / 1e6),

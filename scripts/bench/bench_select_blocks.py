@@ -16,7 +16,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.spec import PREFILL_MASS
+from shadowkv.kvcache.spec import PREFILL_ERROR
 from shadowkv.ops.select_blocks import cuda, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
@@ -57,7 +57,7 @@ def measure(keys: int) -> list[Row]:
         backend.score_blocks(q, k, sampled, scores)
         verify(scores, q, k, sampled)
         scored = microseconds([lambda backend=backend: backend.score_blocks(q, k, sampled, scores)] * 3, rounds=7)
-        whole = microseconds([lambda backend=backend: backend.select_blocks(q, k, PREFILL_MASS)] * 3, rounds=7)
+        whole = microseconds([lambda backend=backend: backend.select_blocks(q, k, PREFILL_ERROR)] * 3, rounds=7)
         row: Row = {
             "backend": name, "queries": QUERIES, "keys": keys, "kv heads": HEADS, "group": GROUP, "dim": DIM,
             "ms": round(whole / 1e3, 3), "score ms": round(scored / 1e3, 3),

@@ -10,7 +10,7 @@ from typing import Any
 
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILL_MASS, PREFILLS, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 from shadowkv.wording import SettingsError
 
@@ -53,7 +53,7 @@ class EngineConfig:
     kv_outliers: int | None = None
     kv_dense_below: int | str = "auto"
     prefill: str = "auto"
-    prefill_mass: float | None = None
+    prefill_error: float | None = None
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
     fetch_buffer: float | None = None
@@ -137,12 +137,12 @@ class EngineConfig:
             outliers=self.kv_outliers,
             dense_below=dense_below,
             prefill=None if self.prefill == "auto" else self.prefill,
-            prefill_mass=self.prefill_mass,
+            prefill_error=self.prefill_error,
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
         """The error for what ``spec`` returned being refused, with the reasons in ``error``, in terms of settings."""
-        names = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "prefill_mass")
+        names = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "prefill_error")
         chosen = {name: getattr(self, name) for name in names}
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **chosen)
 
@@ -293,10 +293,10 @@ class EngineConfig:
         add(kv, "--prefill", choices=PREFILL, help=f"{what} (default: %(default)s)")
         add(
             kv,
-            "--prefill-mass",
+            "--prefill-error",
             type=float,
             metavar="SHARE",
-            help=f"of its attention that each sampled query keeps in a sparse prefill (default: {PREFILL_MASS})",
+            help=f"standard deviation of a query's attention in a sparse prefill (default: {PREFILL_ERROR})",
         )
         add(
             kv,

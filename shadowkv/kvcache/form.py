@@ -14,7 +14,7 @@ FORMAT = 1
 """Version of snapshots and of all codecs' bytes: to be incremented when either changes and no shape or dtype of a field
 shows it already, as files outlive the program."""
 
-LATER: dict[str, object] = {"skip_layers": 0, "key_groups": 1, "prefill_mass": None}
+LATER: dict[str, object] = {"skip_layers": 0, "key_groups": 1, "prefill_error": None}
 """Fields added since the oldest readable files, with the values that those files imply."""
 
 
@@ -23,7 +23,7 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
     selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
-    of_dense = {"prefill_mass": None} if spec.prefill == "dense" else {}
+    of_dense = {"prefill_error": None} if spec.prefill == "dense" else {}
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,

@@ -49,7 +49,7 @@ class Prefill:
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
         sparse = self.spec.prefill == "sparse"
-        self.sparse = SparsePrefill(self.ops, store.compute, self.spec.prefill_mass) if sparse else None
+        self.sparse = SparsePrefill(self.ops, store.compute, self.spec.prefill_error) if sparse else None
         self.cached, self._places = CachedTokens(store, parts), Placing(pool).find
 
     def batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:

@@ -1,8 +1,8 @@
-"""Sparse prefill: tiles of a long prompt's queries attend to blocks of keys that a few of them choose.
+"""Sparse prefill: tiles of a long prompt's queries attend to sampled blocks of keys.
 
-Nothing is calibrated, and what is left out is bounded: a tile keeps as many blocks as each of its sampled queries needs
-for a share of its own attention (``KVSpec.prefill_mass``), at any length of the prompt, so that heads and layers whose
-attention is spread out keep more than others.
+Nothing is calibrated, and the error is bounded: a tile attends to as many blocks as represent what a few of its queries
+attend to with a given standard deviation (``KVSpec.prefill_error``), at any length of the prompt, so that heads and
+layers whose attention is spread out have more than others.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ DENSE_LAST = 256
 """Newest tokens of a prompt that attend to everything, with the others of their tiles: in a question, each token may
 look for something different."""
 
-BlockHook = Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Blocks = tuple[Tensor, Tensor, Tensor]
+"""Indices, counts and weights, as ``select_blocks`` returns them."""
+
+BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
 
 
 class SparsePrefill:
     """Attention of new tokens over blocks of the tokens before them.
 
     Args:
-        mass: share of its softmax that every sampled query attends to at the least.
+        error: largest standard deviation of what a sampled query attends to, as a share of its softmax.
 
     Attributes:
-        hook: called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and indices and counts as
-            ``select_blocks`` returns them; what it returns is attended to. None leaves them as they are.
+        hook: called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and blocks; what it returns is
+            attended to. None leaves them as they are.
     """
 
-    def __init__(self, ops: Ops, device: torch.device, mass: float) -> None:
-        self.ops, self.mass = ops, mass
+    def __init__(self, ops: Ops, device: torch.device, error: float) -> None:
+        self.ops, self.error = ops, error
         self.hook: BlockHook | None = None
         self._kept = torch.zeros((), dtype=torch.int64, device=device)
         self._causal = 0
@@ -50,14 +53,15 @@ class SparsePrefill:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], q and k after RoPE, before
         ``to_come`` more tokens of the prompt."""
-        indices, counts = self.ops.select_blocks(q, k, self.mass, max(0, DENSE_LAST - to_come))
+        blocks = self.ops.select_blocks(q, k, self.error, max(0, DENSE_LAST - to_come), layer)
         if self.hook is not None:
-            indices, counts = self.hook(layer, q, k, indices, counts)
+            blocks = self.hook(layer, q, k, blocks)
+        indices, counts, weights = blocks
         self._kept += counts.sum()
         first, last = len(k) - len(q), len(k) - 1
         ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
         self._causal += q.shape[1] * sum(ends)
-        out: Tensor = self.ops.attend_blocks(q, k, v, indices, counts)
+        out: Tensor = self.ops.attend_blocks(q, k, v, indices, counts, weights)
         return out
 
     def take_density(self) -> float | None:

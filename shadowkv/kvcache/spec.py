@@ -30,8 +30,8 @@ again."""
 PREFILLS = ("dense", "sparse")
 """Prefill attention over everything, or in long prompts over the blocks of keys that sampled queries choose."""
 
-PREFILL_MASS = 0.9
-"""Share of a sampled query's attention that a sparse prefill keeps, unless a policy says otherwise."""
+PREFILL_ERROR = 0.1
+"""Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""
 
 ROTATED = "rotated"
 """Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
@@ -73,8 +73,8 @@ class KVSpec:
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
-        prefill_mass: share of its softmax that every sampled query of a sparse prefill attends to at the least: what
-            the tiles of a prompt leave out is bounded by the rest, at any length (``select_blocks``).
+        prefill_error: largest standard deviation of what a sampled query of a sparse prefill's tiles attends to, as a
+            share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
         centred: whether coded keys are stored without the mean key of their prompt, subtracted before RoPE:
             for the same error they need about one bit less. Its share of the logits is added when they are attended to.
         skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
@@ -95,7 +95,7 @@ class KVSpec:
     key_groups: int = 1
     dense_below: int | None = None
     prefill: str | None = None
-    prefill_mass: float = PREFILL_MASS
+    prefill_error: float = PREFILL_ERROR
     centred: bool = False
     skip_layers: int = 0
 
@@ -105,10 +105,10 @@ class KVSpec:
         reasons = []
         if self.prefill not in (None, *PREFILLS):
             reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
-        if not 0 < self.prefill_mass <= 1:
-            reasons.append(f"prefill_mass={self.prefill_mass} must be above 0 and at most 1")
-        if self.prefill == "dense" and self.prefill_mass != PREFILL_MASS:
-            reasons.append(f"prefill_mass={self.prefill_mass} has no meaning with prefill='dense', which keeps all")
+        if not 0 <= self.prefill_error < 1:
+            reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
+        if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:
+            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', which keeps all")
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:
@@ -243,7 +243,7 @@ class KVSpec:
         """One line that names every part and number of a resolved policy."""
         prefill = [f"{self.prefill} prefill"] if self.prefill else []
         if self.prefill == "sparse":
-            prefill = [f"sparse prefill that keeps {self.prefill_mass:.4g} of the attention"]
+            prefill = [f"sparse prefill to within {self.prefill_error:.4g} of the attention"]
         if not self.seals:
             return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
         keys = f"{self.keys} keys" + (f" (rank {self._rank_in_words(shape)})" if self.rank is not None else "")

@@ -77,8 +77,9 @@ def test_policies_whose_prefill_attends_otherwise_have_one_of_their_own(
 ) -> None:
     for name, value in {"SPARSE_FROM": 500, "FEWEST_QUERIES": 100, "DENSE_LAST": 0}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
     tokens = loaded.tokenizer.encode(TEXT)[:1200]
-    sparse = "prefill=sparse,prefill_mass=0.5"
+    sparse = "prefill=sparse,prefill_error=0.5"
     names = ["full", f"full:{sparse}", "full:prefill=dense", f"quest:{sparse}", "full:prefill=sparse"]
     caches = [open_cache(loaded, preset(name), 1300) for name in names]
     sequences, logits = prefill_all(loaded.model, caches, tokens, 1300)

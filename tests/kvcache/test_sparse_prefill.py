@@ -15,10 +15,11 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1200)
     monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
 
 
 POLICIES = {
-    name: preset(policy, prefill="sparse", prefill_mass=1.0, **fields)
+    name: preset(policy, prefill="sparse", prefill_error=0.0, **fields)
     for name, policy, fields in (
         ("full", "full", {}),
         ("shadowkv", "shadowkv", {"rank": SHAPE.kv_dim, "budget": 1.0}),
@@ -61,7 +62,7 @@ def test_short_prompts_and_short_turns_are_exact() -> None:
 
 
 def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end() -> None:
-    cache = make_cache(preset("full:prefill=sparse,prefill_mass=0.5"))
+    cache = make_cache(preset("full:prefill=sparse,prefill_error=0.5"))
     stream = Stream(2, cache.allocate(2250, 2250))
     prefill(cache, [(stream, 2250)], block=1000)  # the last block has 250 tokens, six fewer than DENSE_LAST
     error = (stream.output() - plain_attention(stream)).abs().flatten(1).amax(1)
@@ -77,11 +78,12 @@ def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end() -> Non
 def test_a_hook_decides() -> None:
     cache, calls = make_cache(POLICIES["full"]), []
 
-    def hook(layer, q, k, indices, counts):
+    def hook(layer, q, k, blocks):
+        indices, counts, weights = blocks
         calls.append((layer, tuple(q.shape), tuple(indices.shape)))
         everything = torch.arange(indices.shape[2], dtype=torch.int32, device=q.device).expand_as(indices).contiguous()
         ends = indices.shape[2] - counts.shape[1] + 1 + torch.arange(counts.shape[1], device=q.device)
-        return everything, ends.expand_as(counts).int().contiguous()
+        return everything, ends.expand_as(counts).int().contiguous(), torch.ones_like(weights)
 
     cache.block_hook = hook
     stream = Stream(3, cache.allocate(1920, 1920))
@@ -106,18 +108,18 @@ def test_unknown_modes_are_refused() -> None:
         resolve(KVSpec(prefill="some"), SHAPE)
 
 
-def test_shares_that_are_none_are_refused() -> None:
-    for mass in (0.0, 1.01, -0.5):
-        with pytest.raises(ValueError, match=f"prefill_mass={mass} must be above 0 and at most 1"):
-            resolve(KVSpec(prefill="sparse", prefill_mass=mass), SHAPE)
-    with pytest.raises(ValueError, match=r"prefill_mass=0\.5 has no meaning with prefill='dense', which keeps all"):
-        resolve(KVSpec(prefill="dense", prefill_mass=0.5), SHAPE)
+def test_errors_that_mean_nothing_are_refused() -> None:
+    for error in (1.0, -0.5):
+        with pytest.raises(ValueError, match=f"prefill_error={error} must be at least 0 and below 1"):
+            resolve(KVSpec(prefill="sparse", prefill_error=error), SHAPE)
+    with pytest.raises(ValueError, match=r"prefill_error=0\.5 has no meaning with prefill='dense', which keeps all"):
+        resolve(KVSpec(prefill="dense", prefill_error=0.5), SHAPE)
 
 
-def test_less_mass_is_fewer_blocks() -> None:
+def test_more_error_is_fewer_blocks() -> None:
     densities = []
-    for mass in (0.5, 0.8, 0.95):
-        cache = make_cache(preset("full", prefill="sparse", prefill_mass=mass))
+    for error in (0.3, 0.1, 0.02):
+        cache = make_cache(preset("full", prefill="sparse", prefill_error=error))
         stream = Stream(4, cache.allocate(2250, 2250))
         prefill(cache, [(stream, 2250)], block=1000)
         densities.append(cache.take_attention_density())
@@ -128,4 +130,4 @@ def test_caches_of_other_modes_do_not_store_alike() -> None:
     dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
     assert not sparse.stores_alike(dense, 100)
     assert unset.stores_alike(dense, 100)
-    assert not sparse.stores_alike(make_cache(preset("full", prefill="sparse", prefill_mass=0.5)), 100)
+    assert not sparse.stores_alike(make_cache(preset("full", prefill="sparse", prefill_error=0.5)), 100)

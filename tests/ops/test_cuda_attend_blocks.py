@@ -15,7 +15,7 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 if not cuda.available():
     pytest.skip("needs a Hopper and the attend_blocks_sm90 library", allow_module_level=True)
 
-Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 LENGTHS = [  # queries, keys
     (1, 1),
@@ -33,8 +33,9 @@ LENGTHS = [  # queries, keys
 ]
 
 
-def listed(n: int, m: int, heads: int, group: int, share: float) -> tuple[Tensor, Tensor]:
-    """Ascending blocks of every tile, its own ones last; what lies past their number is far away."""
+def listed(n: int, m: int, heads: int, group: int, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending blocks of every tile, its own ones last, and as how many the others count; what lies past their number
+    is far away."""
     tiles, blocks = -(-n // BLOCK), -(-m // BLOCK)
     indices = torch.full((heads * group, tiles, blocks), 2**23, dtype=torch.int32)
     counts = torch.zeros(heads * group, tiles, dtype=torch.int32)
@@ -47,14 +48,17 @@ def listed(n: int, m: int, heads: int, group: int, share: float) -> tuple[Tensor
             chosen[first // BLOCK : (min(first + BLOCK, m) - 1) // BLOCK + 1] = True
             found = chosen.nonzero().flatten()
             indices[head, tile, : len(found)], counts[head, tile] = found, len(found)
-    return indices.cuda(), counts.cuda()
+    first = torch.arange(m - n, m, BLOCK)[:, None] // BLOCK
+    weights = torch.where(indices < first, torch.exp2(8 * torch.rand(indices.shape)), 1.0)
+    weights.masked_fill_(torch.arange(blocks) >= counts[..., None], math.nan)
+    return indices.cuda(), counts.cuda(), weights.cuda()
 
 
 def problem(
     n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype = torch.bfloat16, share: float = 0.5
 ) -> Args:
     """Slices of larger tensors that hold NaN around them and in every block that no query of a kv head attends to."""
-    indices, counts = listed(n, m, heads, group, share)
+    indices, counts, weights = listed(n, m, heads, group, share)
     q, k, v = (
         torch.full((1 + rows + 200, 1 + number + 1, dim), math.nan, dtype=dtype, device="cuda")[1 : rows + 1, 1:-1]
         for rows, number in ((n, heads * group), (m, heads), (m, heads))
@@ -68,7 +72,7 @@ def problem(
         rows = wanted.repeat_interleave(BLOCK)[:m].nonzero().flatten()
         for x in (k, v):
             x[rows, head] = torch.randn(len(rows), dim, device="cuda").to(dtype)
-    return q, k, v, indices, counts
+    return q, k, v, indices, counts, weights
 
 
 def check(args: Args) -> Tensor:
@@ -119,16 +123,16 @@ def test_more_tiles_than_multiprocessors(seed, dim):
 @pytest.mark.parametrize("dtype", cuda.DTYPES)
 def test_peaks_that_keep_rising(seed, dtype):
     """Later keys score far above earlier ones, again and again: sums are made smaller."""
-    q, k, v, indices, counts = problem(256, 4096, 1, 2, 128, dtype)
+    q, k, v, indices, counts, weights = problem(256, 4096, 1, 2, 128, dtype)
     q.copy_(q.abs())
     k.mul_((torch.arange(1, 4097, device="cuda") / 400)[:, None, None])
     k.copy_(k.abs())
-    check((q, k, v, indices, counts))
+    check((q, k, v, indices, counts, weights))
 
 
 def test_falling_peaks(seed):
     """The first block scores so far above the others that their weights vanish."""
-    q, k, v, indices, counts = problem(256, 4096, 1, 2, 128)
+    q, k, v, indices, counts, weights = problem(256, 4096, 1, 2, 128)
     q.copy_(q.abs())
     k.copy_(k.abs())
     k[BLOCK:].mul_(-1)
@@ -138,14 +142,14 @@ def test_falling_peaks(seed):
     indices[keep] = indices[keep].roll(-1, -1)
     counts[keep] -= 1
     k[:BLOCK], v[:BLOCK] = 1, 1
-    check((q, k, v, indices, counts))
+    check((q, k, v, indices, counts, torch.ones_like(weights)))
 
 
 def test_other_layouts(seed):
     """Heads outside of tokens, and lists and queries of a dense tensor."""
-    q, k, v, indices, counts = problem(300, 1537, 2, 4, 128)
+    q, k, v, indices, counts, weights = problem(300, 1537, 2, 4, 128)
     k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
-    check((q.contiguous(), k, v, indices, counts))
+    check((q.contiguous(), k, v, indices, counts, weights))
 
 
 def test_what_is_not_a_number_shows(seed):
@@ -168,8 +172,8 @@ def test_captured_in_a_graph_it_gives_the_same_bits(seed):
 
 
 def test_no_queries(seed):
-    q, k, v, indices, counts = problem(128, 256, 1, 2, 64)
-    assert cuda.attend_blocks(q[:0], k, v, indices[:, :0], counts[:, :0]).shape == (0, 2, 64)
+    q, k, v, indices, counts, weights = problem(128, 256, 1, 2, 64)
+    assert cuda.attend_blocks(q[:0], k, v, indices[:, :0], counts[:, :0], weights[:, :0]).shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (96, torch.float16), (128, torch.float32)])
@@ -182,20 +186,22 @@ def test_other_dtypes_and_dims_are_refused(seed, dim, dtype):
 
 
 def test_wrong_arguments_are_refused(seed):
-    q, k, v, indices, counts = problem(200, 1000, 2, 2, 128)
+    q, k, v, indices, counts, weights = problem(200, 1000, 2, 2, 128)
     odd = torch.zeros(1000, 2, 132, dtype=k.dtype, device="cuda")[:, :, :128]
     for wrong, said in (
-        ((q, k[:, :, :64], v, indices, counts), "k has size"),
-        ((q, k, v[:999], indices, counts), "v has size"),
-        ((q, k.half(), v, indices, counts), "k has dtype"),
-        ((q[:, :3], k, v, indices[:3], counts[:3]), "no multiple"),
-        ((q, k[:100], v[:100], indices, counts), "more than"),
-        ((q, k, v, indices.long(), counts), "indices has dtype"),
-        ((q, k, v, indices[:, :1], counts), "indices has size"),
-        ((q, k, v, indices[:, :, ::2], counts), "indices has stride"),
-        ((q, k, v, indices, counts[:, :1]), "counts has size"),
-        ((q, odd, odd, indices, counts), "multiple of 8"),
-        ((q, k.cpu(), v, indices, counts), "CUDA"),
+        ((q, k[:, :, :64], v, indices, counts, weights), "k has size"),
+        ((q, k, v[:999], indices, counts, weights), "v has size"),
+        ((q, k.half(), v, indices, counts, weights), "k has dtype"),
+        ((q[:, :3], k, v, indices[:3], counts[:3], weights[:3]), "no multiple"),
+        ((q, k[:100], v[:100], indices, counts, weights), "more than"),
+        ((q, k, v, indices.long(), counts, weights), "indices has dtype"),
+        ((q, k, v, indices[:, :1], counts, weights), "indices has size"),
+        ((q, k, v, indices[:, :, ::2], counts, weights), "indices has stride"),
+        ((q, k, v, indices, counts[:, :1], weights), "counts has size"),
+        ((q, k, v, indices, counts, weights[:, :1]), "weights has size"),
+        ((q, k, v, indices, counts, weights.half()), "weights has dtype"),
+        ((q, odd, odd, indices, counts, weights), "multiple of 8"),
+        ((q, k.cpu(), v, indices, counts, weights), "CUDA"),
     ):
         # PyTorch raises the latter for tensors of a device that has no kernel of the op.
         with pytest.raises((RuntimeError, NotImplementedError), match=said):

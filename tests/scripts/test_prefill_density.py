@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 
 import prefill_density
 import pytest
@@ -25,6 +26,7 @@ BLOCK, open_cache = prefill_density.BLOCK, prefill_density.open_cache
 def small(monkeypatch):
     for name, value in {"SPARSE_FROM": 1024, "FEWEST_QUERIES": 100}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
     monkeypatch.setitem(engine_prefill.BLOCK_TOKENS, "cpu", 1024)
 
 
@@ -44,19 +46,19 @@ def test_a_file_that_sweeps_can_replay(tmp_path):
             str(out),
         ]
         flags += ["--length", "3000", "2200", "--extrapolate", "6000"]
-        assert prefill_density.main([*flags, "--prefill-mass", "0.3", "--mass-out", str(rows)]) == 0
+        assert prefill_density.main([*flags, "--prefill-error", "0.3", "--mass-out", str(rows)]) == 0
     content = json.loads(out.read_text())
     ((name, found),) = content["models"].items()
     assert list(found["density"]) == ["2200", "3000"] and list(found["extrapolated"]) == ["6000"]
     assert [list(ends) for ends in found["by_end_of_block_of_queries"].values()] == [["2048", "3072"]] * 2
     assert found["by_task"]["3000"]["fwe"] == found["density"]["3000"]
-    assert found["about"]["prefill_mass"] == 0.3
+    assert found["about"]["prefill_error"] == 0.3
     densities = densities_of(content["replay"])
     assert [*densities] == [2200, 3000, 6000]
     assert densities[3000] == pytest.approx(found["density"]["3000"], abs=1e-4)
     measured = list(csv.DictReader(rows.read_text().splitlines()))
     assert [(row["model"], row["length"], row["rule"]) for row in measured] == [
-        (name, length, "prefill_mass=0.3") for length in ("2200", "3000")
+        (name, length, "prefill_error=0.3") for length in ("2200", "3000")
     ]
     for row in measured:
         assert float(row["density"]) == pytest.approx(found["density"][row["length"]], abs=1e-4)
@@ -75,11 +77,11 @@ def test_another_model_is_added_and_the_densest_is_replayed(tmp_path):
 def test_what_is_left_out_is_that_of_the_exact_softmax(seed):
     n, m, block = 400, 1100, BLOCK
     q, k = torch.randn(n, 4, 16), torch.randn(m, 2, 16)
-    indices = torch.full((4, 4, 9), 7, dtype=torch.int32)
+    indices, weights = torch.full((4, 4, 9), 7, dtype=torch.int32), torch.full((4, 4, 9), math.nan)
     counts = torch.full((4, 4), 3, dtype=torch.int32)
-    indices[:, :, :3] = torch.tensor([0, 2, 5])
+    indices[:, :, :3], weights[:, :, :3] = torch.tensor([0, 2, 5]), torch.tensor([1.0, 2.5, 1.0])
     counts[2, 1] = 9  # attends to everything: does not count
-    means, largest = left_out(q, k, indices, counts)
+    means, largest = left_out(q, k, (indices, counts, weights))
     expected = []
     for head in range(4):
         for tile in range(3):  # the fourth is not full
@@ -88,8 +90,8 @@ def test_what_is_left_out_is_that_of_the_exact_softmax(seed):
             own = torch.arange(tile * block, (tile + 1) * block)
             scores = q[own, head] @ k[:, head // 2].T / 4
             shares = scores.masked_fill(torch.arange(m) > m - n + own[:, None], float("-inf")).softmax(1)
-            kept = torch.isin(torch.arange(m) // block, torch.tensor([0, 2, 5]))
-            expected.append(shares[:, ~kept].sum(1))
+            stands_for = torch.tensor([1, 0, 2.5, 0, 0, 1, 0, 0, 0])[torch.arange(m) // block]
+            expected.append(((shares * stands_for).sum(1) - 1).abs())
     torch.testing.assert_close(means, torch.stack(expected).mean(1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(largest, torch.stack(expected).amax(1), atol=1e-5, rtol=1e-5)
 

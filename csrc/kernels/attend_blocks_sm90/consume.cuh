@@ -9,7 +9,7 @@ namespace shadowkv {
 
 // A warpgroup's state of the current tile. Both go through the same blocks and take turns at issuing products, so that
 // one's softmax is computed during the other's products.
-template <class Shape>
+template <class Shape, bool kWeighted>
 struct Attending {
   const BlocksMemory<Shape>& memory;
   const int consumer;
@@ -20,6 +20,7 @@ struct Attending {
   uint32_t p[32];              // weights that are multiplied with values
   float sums[Shape::kDim / 2]; // rows and columns as in s
   RunningSoftmax softmax = {};
+  float raise = 0;         // of the scores in s, before their scale
   bool shrinks = false;    // whether sums must shrink before the block whose weights are packed is added
   uint32_t multiplied = 0; // the barrier that signals that values are no longer read, if any are
 
@@ -32,6 +33,7 @@ struct Attending {
 #pragma unroll
     for (float& x : sums) x = 0;
     wait_phase(memory.keys_full(keys.slot), keys.parity);
+    read_raise();
     begin_scores<typename Shape::Element, Shape::kDim>(s, queries(), memory.keys(keys.slot));
     finish_scores<0>();
   }
@@ -39,8 +41,13 @@ struct Attending {
   // In this warpgroup's turn.
   __device__ __forceinline__ void begin_next_scores() {
     wait_phase(memory.keys_full(keys.slot), keys.parity);
+    read_raise();
     sync_threads(1 + consumer, 256);
     begin_scores<typename Shape::Element, Shape::kDim>(s, queries(), memory.keys(keys.slot));
+  }
+
+  __device__ __forceinline__ void read_raise() {
+    if constexpr (kWeighted) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(raise) : "r"(memory.raise(keys.slot)));
   }
 
   template <int kLeft>
@@ -53,7 +60,7 @@ struct Attending {
 
   // Turns scores into packed weights, not in p, which products are still reading.
   __device__ __forceinline__ void weigh() {
-    shrinks = softmax.weigh(s, scale);
+    shrinks = softmax.weigh(s, scale, raise);
     pack_weights<typename Shape::Element>(packed, s);
     settle(packed);
   }
@@ -127,7 +134,7 @@ template <class Shape, Over kOver>
 __device__ __forceinline__ void attend_tiles(
     const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
   const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  Attending<Shape> attending = {memory, consumer, call.scale};
+  Attending<Shape, kOver == Over::kListed> attending = {memory, consumer, call.scale};
   if (consumer == 1) arrive_threads(1, 256); // the first turn is the first consumer's
   for (int parity = 0;; parity ^= 1) {
     wait_phase(memory.queries_full(), parity);

@@ -13,8 +13,11 @@ struct Fetcher {
   Place<Shape::kStages> keys, values;
   int parity = 1; // of the phase before, in which queries are consumed, as they are for a new barrier
 
-  __device__ void fetch_keys(int head, int row) {
+  // With what is added to their scores, where that is not always zero.
+  template <bool kWeighted>
+  __device__ void fetch_keys(int head, int row, float raise) {
     wait_phase(memory.keys_empty(keys.slot), keys.parity ^ 1);
+    if (kWeighted) asm volatile("st.shared.f32 [%0], %1;" ::"r"(memory.raise(keys.slot)), "f"(raise) : "memory");
     copy_rows<Shape::kDim>(call.k, memory.keys(keys.slot), memory.keys_full(keys.slot), head, row);
     keys.advance();
   }
@@ -49,11 +52,17 @@ __device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const Blocks
     int next = 0;
     if (lane == 0) next = atomicAdd(call.taken, 1);
     int listed = 0, before = 0; // a block for each lane; the row where the last block began
+    float raise = 0;            // of a lane's block
     for (int i = 0; i < tile.count; ++i) {
-      if (kOver == Over::kListed && i % 32 == 0) listed = i + lane < tile.count ? __ldg(tile.list + i + lane) : 0;
+      if (kOver == Over::kListed && i % 32 == 0) {
+        const bool exists = i + lane < tile.count;
+        listed = exists ? __ldg(tile.list + i + lane) : 0;
+        raise = exists ? log2f(__ldg(tile.weights + i + lane)) / call.scale : 0;
+      }
+      const float raised = kOver == Over::kListed ? __shfl_sync(~0u, raise, i % 32) : 0;
       const int row = tile.keys + (kOver == Over::kListed ? __shfl_sync(~0u, listed, i % 32) : i) * kBlock;
       if (lane == 0) {
-        fetcher.fetch_keys(tile.head, row);
+        fetcher.template fetch_keys<kOver == Over::kListed>(tile.head, row, raised);
         if (i == 0)
           fetcher.fetch_queries(tile);
         else

@@ -12,6 +12,7 @@ enum class Over { kListed, kSequence, kEverything };
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
   const int *indices, *counts; // lists [query heads, tiles, blocks] and how many are valid [query heads, tiles], or null
+  const float* weights; // as how many blocks each of the lists counts, or null
   const int* starts; // where packed sequences begin and the last one ends, or null for one sequence
   int* taken;        // number of tiles that blocks have taken after their first ones, initially zero
   void* out;         // [n, query heads, dim]
@@ -32,6 +33,7 @@ struct Tile {
   int keys;     // where those keys begin
   int count;    // blocks
   const int* list; // of blocks; null for the first blocks
+  const float* weights;
 
   template <Over kOver>
   __device__ static Tile at(const BlocksCall& call, int number) {
@@ -50,6 +52,7 @@ private:
     const int place = query_head * call.tiles + tile;
     row = tile * kBlock, end = call.n, position = call.m - call.n + row, keys = 0;
     list = kOver == Over::kListed ? call.indices + int64_t(place) * call.blocks : nullptr;
+    weights = kOver == Over::kListed ? call.weights + int64_t(place) * call.blocks : nullptr;
     if constexpr (kOver == Over::kListed)
       count = __ldg(call.counts + place);
     else
@@ -70,7 +73,7 @@ private:
     row = keys + (tile - keys / kBlock - sequence) * kBlock;
     position = row - keys;
     count = row < end ? (position + min(kBlock, end - row) - 1) / kBlock + 1 : 0;
-    list = nullptr;
+    list = nullptr, weights = nullptr;
   }
 };
 
@@ -88,7 +91,7 @@ struct BlocksShape {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   static constexpr int kBarriers = 2 + 4 * kStages;
-  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + 32 + kBarriers * 8;
+  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + 32 + 16 + kBarriers * 8;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -102,7 +105,8 @@ struct BlocksMemory {
   __device__ uint32_t keys(int slot) const { return first + (1 + slot) * Shape::kTileBytes; }
   __device__ uint32_t values(int slot) const { return keys(Shape::kStages + slot); }
   __device__ uint32_t tile() const { return keys(2 * Shape::kStages); } // what consumers need to know about the tile
-  __device__ uint32_t barriers() const { return tile() + 32; }
+  __device__ uint32_t raise(int slot) const { return tile() + 32 + slot * 4; } // of the scores of a stage's keys
+  __device__ uint32_t barriers() const { return tile() + 48; }
   __device__ uint32_t queries_full() const { return barriers(); }
   __device__ uint32_t queries_empty() const { return barriers() + 8; }
   __device__ uint32_t keys_full(int slot) const { return barriers() + 16 + slot * 8; }

@@ -24,14 +24,14 @@ struct RunningSoftmax {
   // and most blocks do not rescale sums.
   static constexpr float kSlack = 8;
 
-  float peak[2] = {-INFINITY, -INFINITY}; // of scores before their scale
+  float peak[2] = {-INFINITY, -INFINITY}; // of raised scores before their scale
   float total[2] = {};                    // of this thread's weights
   float shrunk[2];                        // factors of the sums, if they are rescaled
 
-  // Turns scores into weights. Returns whether this warp's sums so far must be rescaled. The first block must have a
+  // Turns scores, all raised by so much, into weights. Returns whether this warp's sums so far must be rescaled. The first block must have a
   // score above -inf for each row.
-  __device__ __forceinline__ bool weigh(float (&s)[64], float scale) {
-    float high[2][2] = {{peak[0], peak[0]}, {peak[1], peak[1]}};
+  __device__ __forceinline__ bool weigh(float (&s)[64], float scale, float raise) {
+    float high[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
 #pragma unroll
     for (int i = 0; i < 64; ++i) high[i / 2 % 2][i % 2] = fmaxf(high[i / 2 % 2][i % 2], s[i]);
     bool rises = false;
@@ -40,7 +40,7 @@ struct RunningSoftmax {
       float& most = high[r][0];
       most = fmaxf(most, high[r][1]);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + raise, peak[r]);
       rises |= (most - peak[r]) * scale > kSlack;
     }
     rises = __any_sync(~0u, rises);
@@ -52,7 +52,7 @@ struct RunningSoftmax {
         total[r] *= shrunk[r];
       }
     }
-    const float base[2] = {peak[0] * scale, peak[1] * scale};
+    const float base[2] = {(peak[0] - raise) * scale, (peak[1] - raise) * scale};
     float sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 64; ++i) {

@@ -29,16 +29,16 @@ def supports(case: Case) -> list[str]:
     return unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16") + dims
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
     """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
 
     bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
-    16 bytes. ``indices`` and ``counts`` are read on the device and are not checked: a tile whose list lacks blocks of
-    its own positions is masked incorrectly, and a tile without any block is not written. Blocks outside k and v read
-    as zeros.
+    16 bytes. ``indices``, ``counts`` and ``weights`` are read on the device and not checked: a tile whose list lacks
+    blocks of its own positions is masked incorrectly, and a tile without any block is not written. Blocks outside k and
+    v read as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
-    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, _scale(q), taken, out)
+    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, weights, _scale(q), taken, out)
     return out
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
     """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own.
 
     Args:
@@ -16,6 +16,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
         indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
             head attends to, including those that hold keys of its own positions.
         counts: int32 [H_q, tiles], how many of them are valid.
+        weights: float32 [H_q, tiles, blocks]: as how many blocks each of them counts, in sums and divisor of the
+            softmax; 1 for those that hold keys of the tile's own positions.
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
@@ -29,6 +31,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
             keys = keys[keys < m]
             position = m - n + torch.arange(rows.start, rows.stop, device=q.device)
             scores = q[rows, head].float() @ k[keys, shared].float().T * dim**-0.5
+            scores += weights[head, tile, : len(chosen)].log().repeat_interleave(BLOCK)[: len(keys)]
             scores.masked_fill_(keys > position[:, None], float("-inf"))
             out[rows, head] = (scores.softmax(-1) @ v[keys, shared].float()).to(q.dtype)
     return out

@@ -23,14 +23,14 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
     """Same as the reference; sums are in float32."""
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
     out = torch.empty_like(q)
     tiles, blocks = indices.shape[1:]
     _attend[(tiles, query_heads)](
-        q, k, v, out, indices, counts, n, m, blocks, dim**-0.5 * math.log2(math.e),
+        q, k, v, out, indices, counts, weights, n, m, blocks, dim**-0.5 * math.log2(math.e),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
         DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=query_heads // heads, BLOCK=BLOCK,
         EXACT=q.dtype == torch.float32, num_warps=8, num_stages=2,
@@ -40,8 +40,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
 
 @triton.jit(do_not_specialize=["n", "m", "blocks"])
 def _attend(
-    q, k, v, out, indices, counts, n, m, blocks, scale, q_token, q_head, k_token, k_head, v_token, v_head, out_token,
-    out_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, out, indices, counts, weights, n, m, blocks, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+    out_token, out_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     tile, query_head = tl.program_id(0), tl.program_id(1)
@@ -55,6 +55,7 @@ def _attend(
     position = m - n + token
     place_in_list = query_head * tl.num_programs(0) + tile
     listed = indices + place_in_list.to(tl.int64) * blocks
+    weighted = weights + place_in_list.to(tl.int64) * blocks
     count = tl.load(counts + place_in_list)
     first = m - n + tile * BLOCK
     masked = (tl.minimum(first + BLOCK, m) - 1) // BLOCK - first // BLOCK + 1  # blocks that its queries see in part
@@ -71,11 +72,12 @@ def _attend(
             keys = tl.load(keys_of + rows * k_token, mask=(dim < DIM)[None, :], other=0.0)
             values = tl.load(values_of + rows * v_token, mask=(dim < DIM)[None, :], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=precision)
-        higher = tl.maximum(peak, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
+        counts_as = tl.log2(tl.load(weighted + i))
+        higher = tl.maximum(peak, tl.max(scores, 1) * scale + counts_as)
+        parts = tl.exp2(scores * scale + (counts_as - higher)[:, None])
         shrunk = tl.exp2(peak - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * shrunk[:, None], input_precision=precision)
+        total = total * shrunk + tl.sum(parts, 1)
+        sums = tl.dot(parts.to(values.dtype), values, sums * shrunk[:, None], input_precision=precision)
         peak = higher
     for i in range(count - masked, count):
         key = tl.load(listed + i) * BLOCK + within
@@ -87,10 +89,10 @@ def _attend(
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
+        parts = tl.exp2(scores - base[:, None])
         shrunk = tl.exp2(peak - base)
-        total = total * shrunk + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * shrunk[:, None], input_precision=precision)
+        total = total * shrunk + tl.sum(parts, 1)
+        sums = tl.dot(parts.to(values.dtype), values, sums * shrunk[:, None], input_precision=precision)
         peak = higher
     attended = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + place * out_token + query_head * out_head + dim[None, :], attended, mask=lives)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
-from shadowkv.ops.select_blocks.triton import choose_blocks, sample_queries, score_attended, score_buffer
+from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
@@ -36,7 +36,7 @@ def supports(case: Case) -> list[str]:
     ]
 
 
-def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
 
     bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
@@ -44,11 +44,12 @@ def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Te
     """
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
-    return choose_blocks(scores, score_attended(q, k, sampled), q, k, mass, whole)
+    return draw_blocks(scores, score_attended(q, k, sampled), q, k, error, whole, seed)
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Same as ``triton.score_blocks``; padding rows and the first blocks, which are always chosen, are not written.
+    """Same as ``triton.score_blocks``; padding rows, and first blocks, which a tile always attends to, are not
+    written.
 
     ``sampled``, rows of q, are read on the device and are not checked.
     """

@@ -16,51 +16,98 @@ SAMPLED, SPREAD = 8, 4
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and blocks before a tile's own, that the tile always attends to."""
 
+LEAST_BLOCKS = 16
+"""Blocks that a tile draws besides, on average at least: heads that attend to hardly more than the first tokens would
+have none, and what little they add would be of one block."""
 
-def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """The blocks of keys that each tile of the last n of m positions attends to.
+FACTORS, HALVINGS = 40, 10
+"""Octaves over which the factor of all probabilities is sought, and how often they are halved."""
+
+
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of keys that each tile of the last n of m positions attends to, and how many each of them stands for.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    All other blocks hold only keys before it. Of these it leaves out the least, by the largest share that one has of
-    the softmax of a sampled query (``sample_queries``) over all keys that the query sees: as many as leave every one
-    of these queries with more than ``mass`` of its softmax.
+    All others hold only keys before it, and are sampled. What a block is to a tile is the largest share that it has of
+    the softmax of one of the tile's sampled queries (``sample_queries``) over all keys that the query sees. It is
+    attended to with a probability in proportion to that, at most 1, and then stands for as many blocks as the
+    probability implies, so that expected sums are exact (Horvitz and Thompson 1952). Draws are systematic (Madow 1949).
+    The factor is the least with which the sum of what is drawn has for every sampled query a standard deviation of at
+    most ``error`` of its softmax, draws being counted as independent, and with which ``LEAST_BLOCKS`` are drawn. So as
+    many blocks are needed as attention is spread out, but not more for longer prompts.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
         k: RoPE-rotated keys [m, H, d].
-        mass: share of its softmax that every sampled query attends to at the least, above 0; with 1 all is kept.
+        error: largest standard deviation, 0 to below 1; with 0 everything is attended to.
         whole: tiles that hold one of the last ``whole`` queries, and a last tile that is not full, attend to all
             blocks.
+        seed: other draws for other seeds; they do not depend on how a prompt is cut into calls, at multiples of 128.
 
     Returns:
-        int32 [H_q, tiles, blocks], ascending, arbitrary past their number; and int32 [H_q, tiles], their number.
+        int32 [H_q, tiles, blocks], ascending, arbitrary past their number; int32 [H_q, tiles], their number; and
+        float32 [H_q, tiles, blocks], 1 or more, how many blocks each of those listed stands for.
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
     tiles, blocks = -(-n // BLOCK), -(-m // BLOCK)
     indices = torch.zeros(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.zeros(query_heads, tiles, dtype=torch.int32, device=q.device)
-    sampled = sample_queries(q).long()
+    weights = torch.ones(query_heads, tiles, blocks, device=q.device)
+    sampled, whole = sample_queries(q).long(), whole if error else n
     for tile in range(tiles):
         first = m - n + tile * BLOCK
         end = (min(first + BLOCK, m) - 1) // BLOCK + 1
         free = slice(SINK_BLOCKS, max(SINK_BLOCKS, first // BLOCK - LOCAL_BLOCKS + 1))
-        chosen = torch.ones(query_heads, end, dtype=torch.bool, device=q.device)
+        probability = torch.ones(query_heads, end, device=q.device)
+        drawn = torch.ones(query_heads, end, dtype=torch.bool, device=q.device)
         if free.start < free.stop and (tile + 1) * BLOCK <= n - whole:
             rows = sampled[:, tile]  # [H_q, sampled]
             queries = q.transpose(0, 1).gather(1, rows[..., None].expand(-1, -1, dim)).float().unflatten(0, (heads, -1))
             scores = torch.einsum("hgrd,mhd->hgrm", queries, k[: end * BLOCK].float()).flatten(0, 1) * dim**-0.5
             later = torch.arange(scores.shape[2], device=q.device) > m - n + rows[..., None]
             shares = scores.masked_fill(later, -math.inf).softmax(-1)[..., free.start * BLOCK : free.stop * BLOCK]
-            shares = shares.unflatten(-1, (-1, BLOCK)).sum(-1)  # [H_q, sampled, free]
-            order = shares.amax(1).argsort(-1)
-            left_out = shares.gather(2, order[:, None].expand_as(shares)).cumsum(-1).amax(1)
-            chosen[:, free] = torch.zeros_like(chosen[:, free]).scatter(1, order, left_out >= 1 - mass)
+            probability[:, free] = probabilities(shares.unflatten(-1, (-1, BLOCK)).sum(-1), error)
+            drawn[:, free] = systematic(probability[:, free], offsets(seed, query_heads, first, q.device))
         for head in range(query_heads):
-            listed = chosen[head].nonzero().flatten()
+            listed = drawn[head].nonzero().flatten()
             indices[head, tile, : len(listed)] = listed
+            weights[head, tile, : len(listed)] = 1 / probability[head, listed]
             counts[head, tile] = len(listed)
-    return indices, counts
+    return indices, counts, weights
+
+
+def probabilities(shares: Tensor, error: float) -> Tensor:
+    """With which blocks are attended to, float32 [H_q, blocks], from their shares [H_q, sampled, blocks]."""
+    largest, count = shares.amax(1), shares.shape[2]
+    least = torch.zeros(len(shares), 1, device=shares.device)
+    most = torch.full_like(least, FACTORS)
+    for _ in range(HALVINGS):
+        factor = (least + most) / 2
+        probability = (largest * factor.exp2()).clamp(max=1)
+        missed = torch.where(largest > 0, 1 / probability - 1, 0)  # of independent draws, in units of a squared share
+        variance = (shares.square() * missed[:, None]).sum(-1).amax(1, keepdim=True)
+        enough = (variance <= error**2) & (probability.sum(-1, keepdim=True) >= min(LEAST_BLOCKS, count) - 1e-3)
+        least, most = torch.where(enough, least, factor), torch.where(enough, factor, most)
+    return (largest * most.exp2()).clamp(max=1)
+
+
+def systematic(probability: Tensor, offset: Tensor) -> Tensor:
+    """Which blocks are drawn, bool [H_q, blocks]: those at which the sum of probabilities passes ``offset`` [H_q, 1]
+    or a whole number more than it, and all of probability 1, which are not in that sum."""
+    part = torch.where(probability < 1, probability, 0)
+    total = part.cumsum(-1) + offset
+    return (probability >= 1) | (total.floor() != (total - part).floor())
+
+
+def offsets(seed: int, query_heads: int, position: int, device: torch.device) -> Tensor:
+    """Random numbers [H_q, 1] from 0 to below 1, for the tile that begins at ``position``: hashes of 32 bits (the
+    finaliser of MurmurHash3)."""
+    head = torch.arange(query_heads, device=device)
+    x = (seed * 0x9E3779B1 + head * 0x85EBCA77 + position * 0xC2B2AE3D) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return ((x ^ x >> 16) >> 8)[:, None] * 2.0**-24
 
 
 def sample_queries(q: Tensor) -> Tensor:

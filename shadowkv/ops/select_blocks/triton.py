@@ -1,5 +1,5 @@
 """Selection of blocks in four Triton kernels: queries are sampled and scored against keys that a tile always attends to
-and against all others, and blocks are chosen."""
+and against all others, and blocks are drawn."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, SPREAD
+from shadowkv.ops.select_blocks.reference import (
+    BLOCK,
+    FACTORS,
+    HALVINGS,
+    LEAST_BLOCKS,
+    LOCAL_BLOCKS,
+    SAMPLED,
+    SINK_BLOCKS,
+    SPREAD,
+)
 
 SPAN = 32
 """Blocks of keys that a program scores."""
 
 AT_ONCE = 512
-"""Blocks of keys that are considered together when choosing."""
-
-HALVINGS = 8
-"""Of the octaves in which the least share of a kept block is sought: log2 of the number of blocks over what may be left
-out. They are 10 to 17, so it is found to within 5 % below its exact value."""
+"""Blocks of keys that are considered together when drawing."""
 
 
 def supports(case: Case) -> list[str]:
@@ -34,12 +39,12 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def select_blocks(q: Tensor, k: Tensor, mass: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """Same as the reference, but what has up to 5 % less than the least block that is kept may be kept, too; products
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Same as the reference, except for blocks at which the sum of probabilities nearly passes a whole number; products
     are summed in float32."""
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
-    return choose_blocks(scores, score_attended(q, k, sampled), q, k, mass, whole)
+    return draw_blocks(scores, score_attended(q, k, sampled), q, k, error, whole, seed)
 
 
 def tiles_together(group: int) -> int:
@@ -95,21 +100,22 @@ def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
     return attended
 
 
-def choose_blocks(
-    scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, mass: float, whole: int
-) -> tuple[Tensor, Tensor]:
+def draw_blocks(
+    scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: float, whole: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written and
     those of ``score_attended``; all other arguments as for ``select_blocks``."""
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
     group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
-    _choose[(tiles, query_heads)](
-        scores, attended, indices, counts, n, m, whole, heads, parts, blocks, 1 - mass, GROUP=group,
-        TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS,
-        AT_ONCE=AT_ONCE, HALVINGS=HALVINGS,
+    weights = torch.empty(query_heads, tiles, blocks, dtype=torch.float32, device=q.device)
+    _draw[(tiles, query_heads)](
+        scores, attended, indices, counts, weights, n, m, whole if error else n, heads, parts, blocks, error**2, seed,
+        GROUP=group, TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS,
+        LOCAL=LOCAL_BLOCKS, LEAST=LEAST_BLOCKS, AT_ONCE=AT_ONCE, FACTORS=FACTORS, HALVINGS=HALVINGS,
     )  # fmt: skip
-    return indices, counts
+    return indices, counts, weights
 
 
 def sample_queries(q: Tensor) -> Tensor:
@@ -223,13 +229,13 @@ def _score_attended(
     tl.store(attended + place, peak + tl.log2(total), mask=lives)
 
 
-@triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks"])
-def _choose(
-    scores, attended, indices, counts, n, m, whole, heads, parts, blocks, left_out, GROUP: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks", "seed"])
+def _draw(
+    scores, attended, indices, counts, weights, n, m, whole, heads, parts, blocks, variance, seed, GROUP: tl.constexpr,
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
-    LOCAL: tl.constexpr, AT_ONCE: tl.constexpr, HALVINGS: tl.constexpr,
+    LOCAL: tl.constexpr, LEAST: tl.constexpr, AT_ONCE: tl.constexpr, FACTORS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the blocks of one tile of one query head."""
+    """Draws the blocks of one tile of one query head."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     first = m - n + tile * BLOCK
@@ -253,24 +259,31 @@ def _choose(
         total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(score - higher[None, :]), 0)
         peak = higher
     norm = peak + tl.log2(total)
-    # log2 of the least share that a kept block has of one query. Of no query do blocks with less than ``least`` have
-    # ``left_out`` together (at first, because each has less than an equal part of it); those below ``most`` may.
-    least = tl.log2(left_out / tl.maximum(free_end - SINK, 1).to(tl.float32))
-    most = tl.zeros([], tl.float32)
+    needed = tl.minimum(LEAST, tl.maximum(free_end - SINK, 0)).to(tl.float32) - 1e-3
+    least, most = tl.zeros([], tl.float32), tl.full([], FACTORS, tl.float32)  # log2 of the factor
     for _ in range(HALVINGS):
-        middle = (least + most) / 2
-        below = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads once, not for all blocks at once
+        factor = (least + most) / 2
+        varies = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads once, not for all blocks at once
+        drawn = tl.zeros([AT_ONCE], tl.float32)
         for start in range(SINK, free_end, AT_ONCE):
             block = start + within
             score = tl.load(
                 scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
                 other=float("-inf"),
             )  # fmt: skip
-            share = score - norm[None, :]
-            below += tl.where((tl.max(share, 1) < middle)[:, None], tl.exp2(share), 0.0)
-        fits = tl.max(tl.sum(below, 0), 0) < left_out
-        least, most = tl.where(fits, middle, least), tl.where(fits, most, middle)
-    out = indices + (query_head.to(tl.int64) * tiles + tile) * blocks
+            share = tl.exp2(score - norm[None, :])
+            largest = tl.max(share, 1)
+            probability = tl.minimum(largest * tl.exp2(factor), 1.0)
+            missed = tl.where(largest > 0, 1 / tl.maximum(probability, 1e-38) - 1, 0.0)
+            varies += share * share * missed[:, None]
+            drawn += probability
+        enough = (tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)
+        least, most = tl.where(enough, least, factor), tl.where(enough, factor, most)
+    hashed = seed.to(tl.uint32) * 0x9E3779B1 + query_head.to(tl.uint32) * 0x85EBCA77 + first.to(tl.uint32) * 0xC2B2AE3D
+    hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
+    hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
+    passed = ((hashed ^ (hashed >> 16)) >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: from 0 to below 1
+    place = (query_head.to(tl.int64) * tiles + tile) * blocks
     count = 0
     for start in range(0, end, AT_ONCE):
         block = start + within
@@ -278,7 +291,14 @@ def _choose(
         score = tl.load(
             scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
         )
-        chosen = tl.where(free, tl.max(score - norm[None, :], 1) >= least, block < end).to(tl.int32)
-        tl.store(out + count + tl.cumsum(chosen, 0) - chosen, block, mask=chosen != 0)
-        count += tl.sum(chosen)
+        largest = tl.max(tl.exp2(score - norm[None, :]), 1)
+        probability = tl.where(free, tl.minimum(largest * tl.exp2(most), 1.0), (block < end).to(tl.float32))
+        part = tl.where(probability < 1, probability, 0.0)
+        sums = passed + tl.cumsum(part, 0)
+        listed = ((probability >= 1) | (tl.floor(sums) != tl.floor(sums - part))).to(tl.int32)
+        at = place + count + tl.cumsum(listed, 0) - listed
+        tl.store(indices + at, block, mask=listed != 0)
+        tl.store(weights + at, 1 / tl.maximum(probability, 1e-38), mask=listed != 0)
+        count += tl.sum(listed)
+        passed += tl.sum(part)
     tl.store(counts + query_head * tiles + tile, count)
