@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.kvcache.sparse_prefill import Blocks
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-ROWS = 1024
+ROWS = 4096
 """Queries of a head whose exact softmax is computed at once: whole tiles."""
 
 

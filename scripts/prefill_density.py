@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)
+    name = f"{loaded.name} {json.dumps(args.hf_overrides)}" if args.hf_overrides else loaded.name
     kept: dict[int, dict[str, Kept]] = defaultdict(dict)
     for length in sorted(set(args.length)):
         gone = LeftOut() if args.mass_out else None
@@ -90,11 +91,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{length} {task}: {density(kept[length][task]):.4f}", flush=True)
         if gone:
             together = density(mean(list(kept[length].values())))
-            row = {"model": loaded.name, "length": length, "rule": f"prefill_error={args.prefill_error}"}
+            row = {"model": name, "length": length, "rule": f"prefill_error={args.prefill_error}"}
             add_row(args.mass_out, {**row, "density": round(together, 4), **gone.figures()})
     about = {**provenance(), "prefill_error": args.prefill_error, "seed": args.seed, "samples": args.samples}
     figures = summary(kept, args.extrapolate, BLOCK_TOKENS[loaded.model.device.type])
-    written = add_model(args.out, loaded.name, {"about": about, **figures})
+    written = add_model(args.out, name, {"about": about, **figures})
     print(f"--replay {written['replay']}", flush=True)
     return 0
 
