@@ -160,7 +160,10 @@ def test_drawn_blocks(seed, poisoned_scores, n, m, heads, group, error, whole, d
     q, k = torch.randn(n, heads * group, dim).cuda().bfloat16(), torch.randn(m, heads, dim).cuda().bfloat16()
     blocks = cuda.select_blocks(2 * q, k, error, whole)
     unlisted = check_draws(2 * q, k, blocks, triton.sample_queries(2 * q), error, whole, LEAST_BLOCKS, 0.02)
-    assert (unlisted > 0) == (error > 0 and n >= BLOCK)
+    if error == 0 or n < BLOCK:
+        assert not unlisted
+    elif error >= 0.1:
+        assert unlisted, "nothing was left out: the test would show nothing"
 
 
 def test_captured_in_a_graph_it_gives_the_same_blocks(seed):

@@ -274,7 +274,7 @@ def _draw(
             share = tl.exp2(score - norm[None, :])
             largest = tl.max(share, 1)
             probability = tl.minimum(largest * tl.exp2(factor), 1.0)
-            missed = tl.where(largest > 0, 1 / tl.maximum(probability, 1e-38) - 1, 0.0)
+            missed = tl.where(largest > 0, 1 / tl.maximum(probability, 1e-30) - 1, 0.0)
             varies += share * share * missed[:, None]
             drawn += probability
         enough = (tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)
@@ -298,7 +298,7 @@ def _draw(
         listed = ((probability >= 1) | (tl.floor(sums) != tl.floor(sums - part))).to(tl.int32)
         at = place + count + tl.cumsum(listed, 0) - listed
         tl.store(indices + at, block, mask=listed != 0)
-        tl.store(weights + at, 1 / tl.maximum(probability, 1e-38), mask=listed != 0)
+        tl.store(weights + at, 1 / tl.maximum(probability, 1e-30), mask=listed != 0)
         count += tl.sum(listed)
         passed += tl.sum(part)
     tl.store(counts + query_head * tiles + tile, count)
