@@ -92,16 +92,16 @@ def prefill_all(
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
     # Sparse ones attend alike where they allow the same error, and dense ones allow none.
-    modes = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
-    for mode in dict.fromkeys(modes):
-        storing = [n for n in opened if modes[n] == mode]
+    errors = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
+    for error in dict.fromkeys(errors):
+        storing = [n for n in opened if errors[n] == error]
         fan_out = FanOut([caches[n] for n in storing])
-        logits[mode] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
+        logits[error] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
     sequences = [
         opened[n] if n == first else cache.load(caches[first].export(opened[first]), capacity)
         for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
     ]
-    return sequences, torch.stack([logits[mode] for mode in modes])
+    return sequences, torch.stack([logits[error] for error in errors])
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:

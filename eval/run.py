@@ -88,6 +88,8 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
             former = {name: known[old] for name, old in FORMER_NAMES.items() if old in known}
             kept = {name: value for name, value in known.items() if name not in FORMER_NAMES.values()}
             known = {**asdict(KVSpec()), **former, **kept}  # fields that are newer than the folder had their defaults
+            if known["prefill"] == "sparse" and "prefill_error" not in kept:
+                known["prefill_error"] = None  # blocks were chosen by another rule, which had no such field
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(

@@ -33,7 +33,7 @@ def overridden_config(
         if not overrides:
             raise ModelFileError(file, str(error), OTHER_MODEL) from error
         raise SettingsError(f"hf_overrides on {file}: {error}", ["hf_overrides"]) from error
-    return config.with_limits(max_model_len, "rope_theta" in overrides)
+    return config.with_limits(max_model_len, overrides.get("rope_theta") is not None)
 
 
 def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

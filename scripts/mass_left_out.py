@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.sparse_prefill import Blocks
-from shadowkv.ops.select_blocks.reference import BLOCK
+from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 
 ROWS = 4096
 """Queries of a head whose exact softmax is computed at once: whole tiles."""
@@ -35,7 +34,7 @@ def left_out(q: Tensor, k: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         for start in range(0, n // BLOCK * BLOCK, ROWS):
             rows = q[start : min(start + ROWS, n // BLOCK * BLOCK), head]
             tiles = slice(start // BLOCK, start // BLOCK + len(rows) // BLOCK)
-            scores = (rows @ keys[:, head * heads // query_heads].T).float() * dim**-0.5
+            scores = rows.float() @ keys[:, head * heads // query_heads].float().T * dim**-0.5
             own = torch.arange(m - n + start, m - n + start + len(rows), device=q.device)
             shares = scores.masked_fill_(position > own[:, None], float("-inf")).softmax(1)
             of_blocks = shares.unflatten(1, (number, BLOCK)).sum(2).unflatten(0, (-1, BLOCK))  # [tiles, rows, number]

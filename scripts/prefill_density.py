@@ -35,11 +35,10 @@ from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sparse_prefill import Blocks
 from shadowkv.kvcache.spec import PREFILL_ERROR
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
-from shadowkv.ops.select_blocks.reference import BLOCK
+from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 
 TASKS = ("niah_multivalue", "vt", "qa_1", "fwe", "niah_multikey_3")
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.sparse_prefill import BlockHook, Blocks
-from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS
+from shadowkv.kvcache.sparse_prefill import BlockHook
+from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 
 def replayed(density: float, seed: int = 0) -> BlockHook:

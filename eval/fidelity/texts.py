@@ -37,6 +37,8 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
         elif str(source) == CODE:
             kinds[CODE] = {CODE: source_code(CODE, CHARACTERS_PER_TOKEN * count * tokens)}
         else:
+            if source.name in (ESSAYS, CODE, *kinds.get(FILES, {})):
+                raise ValueError(f"--text {source}: another text has the name {source.name!r}; rename the file")
             kinds.setdefault(FILES, {})[source.name] = source.read_text(encoding="utf-8")
     return [prompt for texts in kinds.values() for prompt in cut_prompts(texts, tokenizer, count, tokens)]
 

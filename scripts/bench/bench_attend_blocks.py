@@ -15,9 +15,8 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.sparse_prefill import Blocks
 from shadowkv.ops.attend_blocks import cuda, reference, triton
-from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SINK_BLOCKS
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
 CASES = [(keys, density) for keys in (61440, 122880, 245760) for density in (0.05, 0.1, 0.2, 1.0)]

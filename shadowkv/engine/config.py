@@ -289,13 +289,13 @@ class EngineConfig:
             help="shorter sequences stay dense; auto: where compressing costs more than it saves, by model, policy and "
             "batch; 0: as few as can be (default: %(default)s)",
         )
-        what = "sparse: long prompts attend to blocks of keys that a few of their queries choose; auto: sparse on a GPU"
+        what = "sparse: long prompts attend to sampled blocks of keys, --prefill-error to within; auto: sparse on a GPU"
         add(kv, "--prefill", choices=PREFILL, help=f"{what} (default: %(default)s)")
         add(
             kv,
             "--prefill-error",
             type=float,
-            metavar="SHARE",
+            metavar="ERROR",
             help=f"standard deviation of a query's attention in a sparse prefill (default: {PREFILL_ERROR})",
         )
         add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +44,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
     host, eviction = HostTier(nbytes, cache.device), Eviction(config.eviction)
     if config.kv_disk_dir is None:
         return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
-    key, limit = cache_key(loaded, cache), int(config.disk_gib * GIB)
+    key, limit = cache_key(config, loaded, cache), int(config.disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
     def disk(report: Callable[[str, Entry], None]) -> DiskTier:
@@ -84,10 +85,10 @@ def in_words(config: EngineConfig, layout: Layout) -> str:
     return ", ".join(tiers)
 
 
-def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:
+def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:
     """What snapshots of this engine depend on besides their tokens."""
     return CacheKey(
-        model=fingerprint(loaded.model),
+        model=fingerprint(loaded.model) + overridden(config),
         adapter=None,  # merged into the weights, and so part of their fingerprint
         quantization=loaded.config.quantization and str(loaded.config.quantization),
         dtype=str(cache.dtype).removeprefix("torch."),
@@ -95,6 +96,13 @@ def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:
         codecs={},  # part of the form, too
         prefill=cache.spec.prefill or "dense",
     )
+
+
+def overridden(config: EngineConfig) -> str:
+    """A digest of ``hf_overrides``, after a dash: what they change need not show in weights or in what is cached."""
+    if not config.hf_overrides:
+        return ""
+    return "-" + blake2b(json.dumps(config.hf_overrides, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(model: Decoder) -> str:

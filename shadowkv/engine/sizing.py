@@ -73,16 +73,17 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     in_the_mlp = block * (5 * model.hidden_size + 3 * model.intermediate_size) * dtype.itemsize
     queries = shape.num_query_heads * shape.head_dim  # from the projection, normalised or rotated, and attended
     attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
-    return max(in_the_mlp, attending + (choosing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
+    return max(in_the_mlp, attending + (drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
 
 
-def choosing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
-    """Device bytes of the scores and the lists by which the tiles of ``queries`` choose blocks of ``keys``
+def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
+    """Device bytes of the scores and the lists by which the tiles of ``queries`` draw blocks of ``keys``
     (``ops/select_blocks/triton.py``)."""
     tiles, blocks, group = -(-queries // BLOCK), -(-keys // BLOCK), shape.num_query_heads // shape.num_kv_heads
     together = max(1, 128 // (group * SAMPLED))
     rows = max(16, 1 << (together * group * SAMPLED - 1).bit_length())
-    return 4 * blocks * (shape.num_kv_heads * -(-tiles // together) * rows + shape.num_query_heads * tiles)
+    lists = 2 * shape.num_query_heads * tiles  # indices and weights
+    return 4 * blocks * (shape.num_kv_heads * -(-tiles // together) * rows + lists)
 
 
 GRAPH_BYTES = 2**29

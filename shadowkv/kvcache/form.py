@@ -23,14 +23,14 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
     selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
-    of_dense = {"prefill_error": None} if spec.prefill == "dense" else {}
+    error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
         "spec": {
             FORMER_NAMES.get(name, name): value
-            for name, value in {**asdict(spec), **of_dense}.items()
-            if name not in LATER or LATER[name] != value
+            for name, value in {**asdict(spec), "prefill_error": error}.items()
+            if LATER.get(name) != value
         },
         "shape": asdict(layout.shape),
         "rope": asdict(rope),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.select_blocks.reference import BLOCK
+from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 
 SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
 """Keys, and new tokens of a sequence, from which on sparse attention pays. Below, attention is exact."""
@@ -21,9 +21,6 @@ SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
 DENSE_LAST = 256
 """Newest tokens of a prompt that attend to everything, with the others of their tiles: in a question, each token may
 look for something different."""
-
-Blocks = tuple[Tensor, Tensor, Tensor]
-"""Indices, counts and weights, as ``select_blocks`` returns them."""
 
 BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
 

@@ -28,7 +28,7 @@ FETCH_BUFFER = 2.0
 again."""
 
 PREFILLS = ("dense", "sparse")
-"""Prefill attention over everything, or in long prompts over the blocks of keys that sampled queries choose."""
+"""Prefill attention over everything, or in long prompts over blocks of keys, drawn by what a few queries attend to."""
 
 PREFILL_ERROR = 0.1
 """Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""

@@ -8,11 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.texts import source_code
+from shadowkv.models.loader import LoadedModel
 
 
 def named(code: str) -> list[str]:
     return re.findall(r"^# File (\S+\.py)$", code, re.M)
+
+
+@pytest.mark.parametrize("names", [("code",), ("essays",), ("a/x.txt", "b/x.txt")])
+def test_texts_of_one_name_are_refused(names: tuple[str, ...], loaded: LoadedModel, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text " * 100)
+    with pytest.raises(ValueError, match=f"another text has the name {Path(names[-1]).name!r}; rename the file"):
+        read_prompts([tmp_path / name for name in names], loaded.tokenizer, 1, 10)
 
 
 def test_source_code_depends_on_the_seed_alone() -> None:

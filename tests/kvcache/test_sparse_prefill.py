@@ -1,4 +1,4 @@
-"""Sparse prefill: exact where it keeps everything and where it does not pay, and what it chooses elsewhere."""
+"""Sparse prefill: exact where it keeps everything and where it does not pay, and what it attends to elsewhere."""
 
 import pytest
 import torch

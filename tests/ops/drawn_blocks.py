@@ -7,9 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_blocks.reference import BLOCK, FACTORS, HALVINGS, LOCAL_BLOCKS, SINK_BLOCKS
-
-Blocks = tuple[Tensor, Tensor, Tensor]
+from shadowkv.ops.select_blocks.reference import BLOCK, FACTORS, HALVINGS, LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 
 def check_draws(

@@ -7,11 +7,11 @@ import os
 
 import pytest
 import torch
-from drawn_blocks import Blocks, check_draws, free_shares
+from drawn_blocks import check_draws, free_shares
 from torch import Tensor
 
 from shadowkv.ops.case import Case
-from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED, SINK_BLOCKS, SPREAD
+from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED, SINK_BLOCKS, SPREAD, Blocks
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()

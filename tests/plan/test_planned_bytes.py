@@ -11,7 +11,7 @@ from allocations import peak_bytes
 from shadowkv.engine.sizing import (
     LargestBatch,
     block_bytes,
-    choosing_bytes,
+    drawing_bytes,
     largest_batch,
     prefill_bytes,
     staging_bytes,
@@ -170,7 +170,7 @@ def test_prefill_reserve_is_the_prompts_and_a_block_in_the_mlp(tokens: int) -> N
 
 def test_attention_of_a_very_long_prompt_takes_more_than_its_mlp() -> None:
     config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)
-    attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + choosing_bytes(LLAMA, 8192, 2_000_000)
+    attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + drawing_bytes(LLAMA, 8192, 2_000_000)
     assert block_bytes(config, 2_000_000, torch.bfloat16) == attending
     assert block_bytes(config, 1_000_000, torch.bfloat16) == 2 * 8192 * (5 * 4096 + 3 * 14336)
 
@@ -182,8 +182,8 @@ def test_scores_of_blocks_are_as_large_as_their_kernels_buffer(heads: tuple[int,
     q = torch.empty(queries, heads[0], 64, device="meta")
     scores = selection.score_buffer(q, torch.empty(keys, heads[1], 64, device="meta"))
     tiles = -(-queries // 128)
-    listed = 4 * heads[0] * tiles * len(scores)
-    assert choosing_bytes(ModelShape(1, *heads, 64), queries, keys) == scores.nbytes + listed
+    listed = 2 * 4 * heads[0] * tiles * len(scores)  # indices and weights
+    assert drawing_bytes(ModelShape(1, *heads, 64), queries, keys) == scores.nbytes + listed
 
 
 def test_tables_of_rope_are_counted() -> None:

@@ -12,7 +12,7 @@ enum class Over { kListed, kSequence, kEverything };
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
   const int *indices, *counts; // lists [query heads, tiles, blocks] and how many are valid [query heads, tiles], or null
-  const float* weights; // as how many blocks each of the lists counts, or null
+  const float* weights; // [query heads, tiles, blocks]: as how many blocks each one counts, or null
   const int* starts; // where packed sequences begin and the last one ends, or null for one sequence
   int* taken;        // number of tiles that blocks have taken after their first ones, initially zero
   void* out;         // [n, query heads, dim]
@@ -91,7 +91,9 @@ struct BlocksShape {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   static constexpr int kBarriers = 2 + 4 * kStages;
-  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + 32 + 16 + kBarriers * 8;
+  static constexpr int kTold = 48; // bytes of what consumers are told: about the tile, and a number for each stage
+  static_assert(32 + 4 * kStages <= kTold);
+  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + kTold + kBarriers * 8;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -106,7 +108,7 @@ struct BlocksMemory {
   __device__ uint32_t values(int slot) const { return keys(Shape::kStages + slot); }
   __device__ uint32_t tile() const { return keys(2 * Shape::kStages); } // what consumers need to know about the tile
   __device__ uint32_t raise(int slot) const { return tile() + 32 + slot * 4; } // of the scores of a stage's keys
-  __device__ uint32_t barriers() const { return tile() + 48; }
+  __device__ uint32_t barriers() const { return tile() + Shape::kTold; }
   __device__ uint32_t queries_full() const { return barriers(); }
   __device__ uint32_t queries_empty() const { return barriers() + 8; }
   __device__ uint32_t keys_full(int slot) const { return barriers() + 16 + slot * 8; }

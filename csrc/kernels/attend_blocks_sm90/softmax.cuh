@@ -28,8 +28,8 @@ struct RunningSoftmax {
   float total[2] = {};                    // of this thread's weights
   float shrunk[2];                        // factors of the sums, if they are rescaled
 
-  // Turns scores, all raised by so much, into weights. Returns whether this warp's sums so far must be rescaled. The first block must have a
-  // score above -inf for each row.
+  // Turns scores, all raised by so much, into weights. Returns whether this warp's sums so far must be rescaled. The
+  // first block must have a score above -inf for each row.
   __device__ __forceinline__ bool weigh(float (&s)[64], float scale, float raise) {
     float high[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
 #pragma unroll

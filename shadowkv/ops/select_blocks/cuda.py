@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, Blocks
 from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
 
 DIMS = (64, 128)
@@ -36,7 +36,7 @@ def supports(case: Case) -> list[str]:
     ]
 
 
-def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
     """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
 
     bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens

@@ -7,11 +7,15 @@ import math
 import torch
 from torch import Tensor
 
+Blocks = tuple[Tensor, Tensor, Tensor]
+"""Indices int32 [H_q, tiles, blocks], how many of them are valid int32 [H_q, tiles], and weights float32 [H_q, tiles,
+blocks]."""
+
 BLOCK = 128
 """Keys of a block and queries of a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Queries of a tile whose attention is computed to choose its blocks, and those of them that are spread evenly."""
+"""Queries of a tile by whose attention its blocks are drawn, and those of them that are spread evenly."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and blocks before a tile's own, that the tile always attends to."""
@@ -24,7 +28,7 @@ FACTORS, HALVINGS = 40, 10
 """Octaves over which the factor of all probabilities is sought, and how often they are halved."""
 
 
-def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
     """The blocks of keys that each tile of the last n of m positions attends to, and how many each of them stands for.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
@@ -33,8 +37,9 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
     attended to with a probability in proportion to that, at most 1, and then stands for as many blocks as the
     probability implies, so that expected sums are exact (Horvitz and Thompson 1952). Draws are systematic (Madow 1949).
     The factor is the least with which the sum of what is drawn has for every sampled query a standard deviation of at
-    most ``error`` of its softmax, draws being counted as independent, and with which ``LEAST_BLOCKS`` are drawn. So as
-    many blocks are needed as attention is spread out, but not more for longer prompts.
+    most ``error`` of its softmax, draws being counted as independent, and with which ``LEAST_BLOCKS`` are drawn, of
+    those whose share is not below 2^-``FACTORS``. So more blocks are needed where attention is spread out, but hardly
+    more for longer prompts.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
@@ -93,21 +98,20 @@ def probabilities(shares: Tensor, error: float) -> Tensor:
 
 
 def systematic(probability: Tensor, offset: Tensor) -> Tensor:
-    """Which blocks are drawn, bool [H_q, blocks]: those at which the sum of probabilities passes ``offset`` [H_q, 1]
-    or a whole number more than it, and all of probability 1, which are not in that sum."""
-    part = torch.where(probability < 1, probability, 0)
+    """Which blocks are drawn, bool [H_q, blocks]: those at which the sum of ``offset`` int64 [H_q, 1] and of their
+    probabilities, in units of 2^-32, passes a whole number, and all of probability 1, which are not in that sum."""
+    part = torch.where(probability < 1, probability * 2**32, 0).long()
     total = part.cumsum(-1) + offset
-    return (probability >= 1) | (total.floor() != (total - part).floor())
+    return (probability >= 1) | (total >> 32 != total - part >> 32)
 
 
 def offsets(seed: int, query_heads: int, position: int, device: torch.device) -> Tensor:
-    """Random numbers [H_q, 1] from 0 to below 1, for the tile that begins at ``position``: hashes of 32 bits (the
-    finaliser of MurmurHash3)."""
+    """Random numbers of 32 bits, int64 [H_q, 1], for the tile that begins at ``position`` (MurmurHash3's finaliser)."""
     head = torch.arange(query_heads, device=device)
     x = (seed * 0x9E3779B1 + head * 0x85EBCA77 + position * 0xC2B2AE3D) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return ((x ^ x >> 16) >> 8)[:, None] * 2.0**-24
+    return (x ^ x >> 16)[:, None]
 
 
 def sample_queries(q: Tensor) -> Tensor:

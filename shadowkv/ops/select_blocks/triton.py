@@ -20,6 +20,7 @@ from shadowkv.ops.select_blocks.reference import (
     SAMPLED,
     SINK_BLOCKS,
     SPREAD,
+    Blocks,
 )
 
 SPAN = 32
@@ -39,7 +40,7 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
     """Same as the reference, except for blocks at which the sum of probabilities nearly passes a whole number; products
     are summed in float32."""
     scores, sampled = score_buffer(q, k), sample_queries(q)
@@ -100,9 +101,7 @@ def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
     return attended
 
 
-def draw_blocks(
-    scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: float, whole: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw_blocks(scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: float, whole: int, seed: int) -> Blocks:
     """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written and
     those of ``score_attended``; all other arguments as for ``select_blocks``."""
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
@@ -282,7 +281,7 @@ def _draw(
     hashed = seed.to(tl.uint32) * 0x9E3779B1 + query_head.to(tl.uint32) * 0x85EBCA77 + first.to(tl.uint32) * 0xC2B2AE3D
     hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
     hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
-    passed = ((hashed ^ (hashed >> 16)) >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: from 0 to below 1
+    passed = (hashed ^ (hashed >> 16)).to(tl.int64)  # in units of 2^-32, as all sums here: they are exact
     place = (query_head.to(tl.int64) * tiles + tile) * blocks
     count = 0
     for start in range(0, end, AT_ONCE):
@@ -293,9 +292,9 @@ def _draw(
         )
         largest = tl.max(tl.exp2(score - norm[None, :]), 1)
         probability = tl.where(free, tl.minimum(largest * tl.exp2(most), 1.0), (block < end).to(tl.float32))
-        part = tl.where(probability < 1, probability, 0.0)
+        part = tl.where(probability < 1, probability * 4294967296.0, 0.0).to(tl.int64)
         sums = passed + tl.cumsum(part, 0)
-        listed = ((probability >= 1) | (tl.floor(sums) != tl.floor(sums - part))).to(tl.int32)
+        listed = ((probability >= 1) | ((sums >> 32) != ((sums - part) >> 32))).to(tl.int32)
         at = place + count + tl.cumsum(listed, 0) - listed
         tl.store(indices + at, block, mask=listed != 0)
         tl.store(weights + at, 1 / tl.maximum(probability, 1e-30), mask=listed != 0)
