@@ -21,7 +21,7 @@ from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops
-from shadowkv.wording import GIB, SettingsError, counted
+from shadowkv.wording import GIB, counted
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ def load_engine_parts(
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
     layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
     if layout.spec.prefill is None:
-        layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device)))
-        if layout.spec.prefill == "dense" and config.prefill_error is not None:
-            reason = f"prefill_error={config.prefill_error} has no meaning: prefill is dense on a {device.type.upper()}"
-            raise SettingsError(f"{reason}; leave it out, or set prefill='sparse'", ["prefill_error", "prefill"])
+        try:
+            layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device)))
+        except ValueError as error:
+            raise config.refused_policy(error) from error
     if layout.spec.seals and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
         below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)

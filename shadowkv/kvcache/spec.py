@@ -108,7 +108,7 @@ class KVSpec:
         if not 0 <= self.prefill_error < 1:
             reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
         if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:
-            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', which keeps all")
+            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', a CPU's default")
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:

@@ -112,7 +112,7 @@ def test_errors_that_mean_nothing_are_refused() -> None:
     for error in (1.0, -0.5):
         with pytest.raises(ValueError, match=f"prefill_error={error} must be at least 0 and below 1"):
             resolve(KVSpec(prefill="sparse", prefill_error=error), SHAPE)
-    with pytest.raises(ValueError, match=r"prefill_error=0\.5 has no meaning with prefill='dense', which keeps all"):
+    with pytest.raises(ValueError, match=r"prefill_error=0\.5 has no meaning with prefill='dense', a CPU's default"):
         resolve(KVSpec(prefill="dense", prefill_error=0.5), SHAPE)
 
 
