@@ -69,7 +69,7 @@ def taken_and_left(model: Decoder, kv: str, cached: int, scored: bool, tokens: i
         setattr(cache.ops, name, lambda q, *_: torch.empty_like(q))
     cache.ops.block_attention = lambda q, *_, **__: (torch.empty_like(q), q.new_zeros(q.shape[:2]))
     cache.ops.find_outliers = lambda keys, _, count, sink: torch.arange(sink, sink + count).expand(keys.shape[1], -1)
-    nothing = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    nothing = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1, 1)
     cache.ops.select_blocks = lambda *_: nothing
     prompt, start = [i % 64 for i in range(tokens)], cached or tokens
     sequence = cache.allocate(start, start)

@@ -33,10 +33,10 @@ def make_cache(
     blocks: int = 400,
     max_model_len: int = MAX_LEN,
     fetch_buffer: float = 2.0,
-    rope: RopeConfig = ROPE,
+    rope: RopeConfig | None = None,
 ) -> KVCache:
     layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
-    return KVCache(layout, rope, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
+    return KVCache(layout, rope or ROPE, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
 
 
 def scatter(cache: KVCache, seed: int) -> None:
@@ -137,15 +137,15 @@ def decode(cache: KVCache, streams: list[Stream]) -> None:
         stream.length += 1
 
 
-def rotate_plainly(x: Tensor, positions: Tensor, rope: RopeConfig = ROPE) -> Tensor:
+def rotate_plainly(x: Tensor, positions: Tensor, rope: RopeConfig | None = None) -> Tensor:
     """[n, heads, d] by the textbook formula."""
-    table = RotaryTables(rope, MAX_LEN, DEVICE)
+    table = RotaryTables(rope or ROPE, MAX_LEN, DEVICE)
     cos, sin = table.cos[positions][:, None], table.sin[positions][:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def plain_attention(stream: Stream, rope: RopeConfig = ROPE) -> Tensor:
+def plain_attention(stream: Stream, rope: RopeConfig | None = None) -> Tensor:
     """Full causal attention over everything the stream gave, [tokens, layers, H_q, d]."""
     n = stream.length
     position = torch.arange(n, device=DEVICE)

@@ -98,7 +98,7 @@ def test_dense_caches_select_nothing_and_say_so() -> None:
     cache = make_cache(KVSpec())
     assert cache.take_attention_density() is None
     with pytest.raises(ValueError, match="prefill=None selects no blocks; use prefill='sparse'"):
-        cache.block_hook = lambda *args: args[3:]
+        cache.block_hook = lambda *args: args[3]
 
 
 def test_unknown_modes_are_refused() -> None:

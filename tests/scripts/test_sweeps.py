@@ -193,14 +193,16 @@ def test_sparse_prefills_are_given_their_blocks(model, tmp_path, in_this_process
 
 def test_blocks_that_are_replayed():
     like = torch.zeros(2, 4, 40, dtype=torch.int32)
-    indices, counts = random_blocks(like, 0.5, seed=0)
-    assert indices.shape == (2, 4, 20), "no longer than the longest list"
+    indices, counts, weights = random_blocks(like, 0.5, seed=0)
+    assert indices.shape == weights.shape == (2, 4, 20), "no longer than the longest list"
     for tile in range(4):
         end = 37 + tile
         assert counts[:, tile].tolist() == [round(0.5 * end)] * 2
         for head in range(2):
             listed = indices[head, tile, : counts[head, tile]].tolist()
             assert listed == sorted(set(listed)) and listed[:2] == [0, 1] and listed[-5:] == [*range(end - 5, end)]
+            stands_for = weights[head, tile, : counts[head, tile]].tolist()
+            assert stands_for == [1.0] * 2 + [2.0] * (len(listed) - 7) + [1.0] * 5
     assert random_blocks(like, 0.01, seed=0)[1].tolist() == [[7] * 4] * 2
 
 
