@@ -102,7 +102,7 @@ def overridden(config: EngineConfig) -> str:
     """A digest of ``hf_overrides``, after a dash: what they change need not show in weights or in what is cached."""
     if not config.hf_overrides:
         return ""
-    return "-" + blake2b(json.dumps(config.hf_overrides, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return "-" + blake2b(json.dumps(dict(config.hf_overrides), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(model: Decoder) -> str:
