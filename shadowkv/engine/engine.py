@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.cache.saves import Saves
-from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps, Selected
 from shadowkv.engine.detokenizer import Detokenizer
@@ -37,6 +35,8 @@ from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.wording import SettingsError
 
 logger = logging.getLogger(__name__)

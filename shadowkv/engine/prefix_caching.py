@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-from shadowkv.cache.disk import DiskTier
-from shadowkv.cache.eviction import Eviction
-from shadowkv.cache.filesystem import FileSystem
-from shadowkv.cache.host import HostTier
-from shadowkv.cache.index import Entry
-from shadowkv.cache.key import CacheKey, origin
-from shadowkv.cache.lower_tiers import STEP_BYTES
-from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
+from shadowkv.prefix_cache.cache import PrefixCache
+from shadowkv.prefix_cache.copies.host import HostTier
+from shadowkv.prefix_cache.device.eviction import Eviction
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
+from shadowkv.prefix_cache.page_names import CacheKey, origin
 from shadowkv.wording import GIB, SettingsError
 
 Origin = Callable[[str | None], str]

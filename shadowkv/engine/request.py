@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from shadowkv.cache.matches import Prompt
     from shadowkv.engine.constraint import Constraint
     from shadowkv.engine.selections import TokenSelections
+    from shadowkv.prefix_cache.device.matches import Prompt
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from shadowkv.cache.matches import Prompt
-from shadowkv.cache.pages import PageNames
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.prefix_caching import Origin
@@ -15,6 +13,8 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Scheduler
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
+from shadowkv.prefix_cache.device.matches import Prompt
+from shadowkv.prefix_cache.pages import PageNames
 
 
 class RequestFactory:

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shadowkv.cache.matches import Match, Prompt
-from shadowkv.cache.pages import common_pages
-from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.prefix_cache.cache import PrefixCache
+from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.pages import common_pages
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

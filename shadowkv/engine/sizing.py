@@ -126,7 +126,7 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for layers of the longest sequence on their way to and from host memory, one down and two up
-    (``cache/moving.py``)."""
+    (``prefix_cache/copies/mover.py``)."""
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 

@@ -10,9 +10,9 @@ import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from shadowkv.cache.errors import NotDone, SaveError
-from shadowkv.cache.saves import Answer, Saved, settle
 from shadowkv.engine.request import Request
+from shadowkv.prefix_cache.errors import NotDone, SaveError
+from shadowkv.prefix_cache.named.saves import Answer, Saved, settle
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

@@ -1,0 +1,93 @@
+"""Snapshots that another server was asked to write: waited for until the prefix tree has them, as long as that pays.
+
+Nothing here blocks: the engine's thread polls between its steps, and files are looked for on a disk thread.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from shadowkv.prefix_cache.copies.chains import FETCH_SECONDS, MOST_FETCH_SECONDS
+from shadowkv.prefix_cache.copies.disk_reports import Findings
+from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.speeds import Speeds
+from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.named.saves import settle
+
+LOOK_SECONDS = 0.02
+"""Seconds between two looks for a file that was not there yet."""
+
+
+@dataclass(eq=False)
+class _Awaited:
+    """A chain of snapshots that a request is waiting for.
+
+    Attributes:
+        until: when to stop waiting, by ``time.monotonic``.
+        looking: the search for those that are not known, repeated at ``next_look`` if they were not there.
+    """
+
+    names: tuple[str, ...]
+    until: float
+    answer: Future[bool]
+    looking: Future[bool] | None = None
+    next_look: float = 0.0
+
+
+class Arrivals:
+    """The chains being waited for; to be used on the engine's thread.
+
+    Args:
+        copies, findings: what the tree has.
+        disk: where the snapshots arrive.
+        speeds: how long computing a prompt takes, which limits every wait.
+    """
+
+    def __init__(self, copies: KeptCopies, findings: Findings, disk: DiskTier, speeds: Speeds) -> None:
+        self._copies, self._findings, self._disk, self._speeds = copies, findings, disk, speeds
+        self._awaited: list[_Awaited] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being waited for."""
+        return bool(self._awaited)
+
+    def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
+        """Waits for a chain of snapshots of ``tokens`` in all; the answer says whether they are there. A caller that
+        cancels it has given up."""
+        seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MOST_FETCH_SECONDS)
+        self._awaited.append(_Awaited(names, time.monotonic() + seconds, answer))
+
+    def advance(self) -> None:
+        """Checks the progress of every wait."""
+        self._awaited = [one for one in self._awaited if not self._ended(one)]
+
+    def _ended(self, one: _Awaited) -> bool:
+        if one.answer.cancelled():
+            return True
+        now, complete = time.monotonic(), False
+        if one.looking is not None and one.looking.done():
+            complete = not one.looking.cancelled() and one.looking.exception() is None and one.looking.result()
+            one.looking, one.next_look = (one.looking if complete else None), now + LOOK_SECONDS
+        self._findings.take()  # including what has just been found
+        missing = [name for name in one.names if not self._is_there(name)]
+        # All files are there and read, but some are unusable: from another model, for example.
+        useless = complete and not self._findings.busy
+        if not missing or useless or now > one.until:
+            settle(one.answer, not missing)
+            return True
+        if one.looking is None and now >= one.next_look:
+            one.looking = self._disk.look(missing)
+        return False
+
+    def _is_there(self, name: str) -> bool:
+        entry = self._disk.lookup(name)
+        return entry is not None and entry.head.uid in self._copies.by_uid
+
+    def abandon(self) -> None:
+        """Answers all that are still waiting: nothing will arrive any more."""
+        for one in self._awaited:
+            settle(one.answer, False)
+        self._awaited = []
