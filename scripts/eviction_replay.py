@@ -36,8 +36,7 @@ from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.prefix_cache.cache import PrefixCache, Prompt
 from shadowkv.prefix_cache.copies.host import HostTier
 from shadowkv.prefix_cache.device.eviction import POLICIES, Eviction
-from shadowkv.prefix_cache.page_names import origin
-from shadowkv.prefix_cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import PageNames, origin
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
 """Pages of the system prompt, of a document (from, to), and of a question with the preceding answer."""

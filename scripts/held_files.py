@@ -8,7 +8,7 @@ from pathlib import Path
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
 from shadowkv.prefix_cache.disk.inventory import Inventory
-from shadowkv.prefix_cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import PageNames
 
 
 @dataclass(frozen=True)

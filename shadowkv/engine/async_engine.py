@@ -22,9 +22,9 @@ from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
-from shadowkv.prefix_cache.errors import ComputedTwice, DiskTooSlow, NotDone
-from shadowkv.prefix_cache.named.saves import Answer, Saved, Saves, settle
-from shadowkv.prefix_cache.segments import PrefixSegment
+from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.protocol import Answer, ComputedTwice, DiskTooSlow, NotDone, Saved, settle
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

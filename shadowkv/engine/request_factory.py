@@ -14,7 +14,7 @@ from shadowkv.engine.scheduler import Scheduler
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.device.matches import Prompt
-from shadowkv.prefix_cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import PageNames
 
 
 class RequestFactory:

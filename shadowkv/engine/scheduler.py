@@ -24,7 +24,7 @@ from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.prefix_cache.cache import PrefixCache
 from shadowkv.prefix_cache.device.matches import Match, Prompt
-from shadowkv.prefix_cache.pages import common_pages
+from shadowkv.prefix_cache.page_names import common_pages
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from shadowkv.engine.request import Request
-from shadowkv.prefix_cache.errors import NotDone, SaveError
-from shadowkv.prefix_cache.named.saves import Answer, Saved, settle
+from shadowkv.prefix_cache.protocol import Answer, NotDone, Saved, SaveError, settle
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from shadowkv.command_line import Parser
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.head import BadSnapshot
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.disk.names import Names
 from shadowkv.prefix_cache.disk.scan import remove_leftovers
-from shadowkv.prefix_cache.errors import BadSnapshot, SaveError
 from shadowkv.prefix_cache.named.archive import chosen, export_snapshots, import_snapshots
+from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.wording import counted
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

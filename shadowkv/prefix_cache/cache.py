@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -27,13 +28,33 @@ from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES, LowerTiers
 from shadowkv.prefix_cache.named.saves import Saves
-from shadowkv.prefix_cache.segments import PrefixSegment, segments_of
 from shadowkv.prefix_cache.stats import TierCounts, TierStats
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
 """Seconds between two polls for what is on its way, where there is nothing else to do."""
+
+
+@dataclass(frozen=True)
+class PrefixSegment:
+    """A run of pages that was computed together.
+
+    Attributes:
+        uid: identifies it as long as it is in any tier; it says nothing about its tokens.
+        first: position of its first token.
+        tokens: their number.
+        sealed: whether they are in the policy's compressed form rather than exact.
+        running: whether a running request uses them.
+        tiers: where they are, out of ``device``, ``host`` and ``disk``.
+    """
+
+    uid: str
+    first: int
+    tokens: int
+    sealed: bool
+    running: bool
+    tiers: tuple[str, ...]
 
 
 class PrefixCache:
@@ -304,3 +325,28 @@ class PrefixCache:
         """Ends the tiers' work."""
         if self.lower is not None:
             self.lower.close()
+
+
+def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], most: int) -> tuple[list[PrefixSegment], int]:
+    """The segments of ``nodes`` in order of their positions, and how many there are in all.
+
+    Args:
+        kept: finished sequences that the prefix cache keeps; a node's other holders are running.
+        most: limit on their number; those nearest to the device are returned first.
+    """
+    every = list(nodes)
+    nearest = sorted(every, key=lambda node: (not node.holders, node.copy is None or not node.copy.on_host, -node.used))
+    told = sorted(nearest[:most], key=lambda node: node.first)
+    return [_segment(node, kept) for node in told], len(every)
+
+
+def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
+    copy = node.copy
+    there = {
+        "device": bool(node.holders),
+        "host": copy is not None and copy.on_host,
+        "disk": copy is not None and copy.entry is not None,
+    }
+    running = any(one not in kept for one in node.holders)
+    tiers = tuple(tier for tier, is_there in there.items() if is_there)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)

@@ -8,14 +8,15 @@
     name    = the last link in hex; the last page may be incomplete
 
 ``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. One pass over a prompt names every prefix
-that ends at a page boundary, and nothing with another key or salt shares a link with it.
+that ends at a page boundary, and nothing with another key or salt shares a link with it. So the pages that two prompts
+share are those whose names agree, from the first on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,11 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.snapshot_name import LINK_BYTES, SNAPSHOT_NAME
+from shadowkv.prefix_cache.protocol import LINK_BYTES
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]
-
-_NAME = re.compile(SNAPSHOT_NAME)
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,41 @@ def snapshot_name(key_digest: str, salt: str | None, token_ids: TokenIds) -> str
     return names[-1]
 
 
+def new_uid() -> str:
+    """A name for the bytes of one snapshot: two with the same tokens may differ in rounding."""
+    return secrets.token_hex(16)
+
+
+class PageNames(list[str]):
+    """Names of a growing sequence's full pages.
+
+    Args:
+        origin: what the first page's name builds on; a unique one for what must never be shared.
+    """
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self.origin = origin
+
+    def extend_to(self, token_ids: Sequence[int]) -> PageNames:
+        """Adds the pages that ``token_ids``, the whole sequence's, have beyond those already named."""
+        new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
+        self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
+        return self
+
+
+def common_pages(one: Sequence[str], other: Sequence[str], first: int = 0) -> int:
+    """Number of pages, by name, that a prompt from its page ``first`` on (``one``) and a whole prompt share."""
+    low, high = 0, min(len(one), len(other) - first)
+    while low < high:  # a name covers all pages before it
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[first + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def id_bytes(token_ids: TokenIds) -> bytes:
     """Ids as little-endian uint32; raises ValueError where one is not in that range."""
     ids = np.asarray(token_ids)
@@ -120,11 +154,6 @@ def id_bytes(token_ids: TokenIds) -> bytes:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**32:
         raise ValueError(f"token ids from {ids.min()} to {ids.max()} do not fit into 32 bits")
     return ids.astype("<u4").tobytes()
-
-
-def is_name(text: str) -> bool:
-    """Whether ``text`` has the form of a name."""
-    return _NAME.fullmatch(text) is not None
 
 
 def _hash(purpose: bytes, *parts: bytes | memoryview) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk
 from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
 
+from shadowkv.prefix_cache.disk.head import BadSnapshot
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.errors import BadSnapshot
 
 IDS = prompt(7, 128)
 SIZE = head_of(IDS).file_bytes

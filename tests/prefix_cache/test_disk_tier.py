@@ -11,11 +11,11 @@ import pytest
 from faulty_disks import HELD_SECONDS, HeldDisk
 from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
 
-from shadowkv.prefix_cache.disk.files import write_snapshot
+from shadowkv.prefix_cache.disk.files import SnapshotGone, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import file_name, new_uid
+from shadowkv.prefix_cache.disk.head import file_name
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.errors import SnapshotGone
+from shadowkv.prefix_cache.page_names import new_uid
 
 IDS = prompt(7, 400)
 SIZE = head_of(IDS[:128]).file_bytes

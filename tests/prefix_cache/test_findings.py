@@ -20,8 +20,7 @@ from shadowkv.prefix_cache.device.eviction import Eviction
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.disk.head import Head
 from shadowkv.prefix_cache.disk.index import Entry
-from shadowkv.prefix_cache.page_names import CacheKey
-from shadowkv.prefix_cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import CacheKey, PageNames
 from shadowkv.prefix_cache.stats import TierCounts
 
 KEY = CacheKey("model", None, None, "float32", {}, {}, "dense")

@@ -15,10 +15,11 @@ from faulty_disks import FullDisk, ReadOnlyDisk, failure
 from stored_snapshots import KEY, LIMIT, PATIENCE, head_of, keep, opened, prompt, put
 from test_cache_command import damage, run
 
+from shadowkv.prefix_cache.disk.files import SnapshotGone
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import file_name
 from shadowkv.prefix_cache.disk.names import Names, Save
-from shadowkv.prefix_cache.errors import SnapshotGone, UnknownName, UnusableName
+from shadowkv.prefix_cache.protocol import UnknownName, UnusableName
 
 IDS = prompt(7, 400)
 SIZE = head_of(IDS[:128]).file_bytes

@@ -13,7 +13,7 @@ import pytest
 from stored_snapshots import PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
 
 from shadowkv.prefix_cache.__main__ import main
-from shadowkv.prefix_cache.errors import SnapshotGone
+from shadowkv.prefix_cache.disk.files import SnapshotGone
 
 PROMPTS = [prompt(seed, 256) for seed in range(6)]
 SIZE = head_of(PROMPTS[0][:128]).file_bytes

@@ -20,9 +20,8 @@ from stored_snapshots import LAYER_BYTES, LAYERS, PATIENCE, data_of, head_of, pr
 
 from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import ALIGNMENT, MAX_HEADER_BYTES, Head, decode, encode, header_bytes
+from shadowkv.prefix_cache.disk.head import ALIGNMENT, MAX_HEADER_BYTES, BadSnapshot, Head, decode, encode, header_bytes
 from shadowkv.prefix_cache.disk.workers import Workers
-from shadowkv.prefix_cache.errors import BadSnapshot
 
 IDS = prompt(3)
 

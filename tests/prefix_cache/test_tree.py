@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.prefix_cache.device.tree import PrefixTree
-from shadowkv.prefix_cache.page_names import origin
-from shadowkv.prefix_cache.pages import PageNames, common_pages
+from shadowkv.prefix_cache.page_names import PageNames, common_pages, origin
 
 ORIGIN = origin(40 * "0")
 

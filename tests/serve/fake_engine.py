@@ -16,9 +16,8 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.prefix_cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
-from shadowkv.prefix_cache.named.saves import Saved
-from shadowkv.prefix_cache.segments import PrefixSegment
+from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, UnknownName, UnusableName
 from shadowkv.prefix_cache.stats import TierStats
 
 REPLY = "Hello wörld."

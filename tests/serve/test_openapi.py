@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from pydantic import BaseModel
 
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.prefix_cache.named.saves import Saved
+from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve import answers
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.api import build_app

@@ -17,7 +17,7 @@ from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import PageNames
 
 logger = logging.getLogger(__name__)
 

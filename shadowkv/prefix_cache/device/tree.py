@@ -13,8 +13,7 @@ from itertools import chain
 
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.disk.head import new_uid
-from shadowkv.prefix_cache.pages import PageNames, common_pages
+from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
 
 
 @dataclass(eq=False)

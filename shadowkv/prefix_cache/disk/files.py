@@ -22,8 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import Head, decode, encode, file_name, header_bytes
-from shadowkv.prefix_cache.errors import BadSnapshot
+from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, decode, encode, file_name, header_bytes
 from shadowkv.prefix_cache.page_names import TokenIds, id_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +34,10 @@ READ_BLOCK = 4 * 2**20
 """Bytes per read: enough to keep a disk busy, with the checksum taken while the block is in the processor's cache."""
 
 Buffer: TypeAlias = memoryview | bytearray | bytes | npt.NDArray[Any]
+
+
+class SnapshotGone(Exception):
+    """A file that is gone, or replaced by another under its name: an ordinary miss."""
 
 
 def write_snapshot(

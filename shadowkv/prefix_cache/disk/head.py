@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import struct
 import time
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ from typing import Any
 
 import xxhash
 
-from shadowkv.prefix_cache.errors import BadSnapshot
-from shadowkv.prefix_cache.page_names import CacheKey, canonical, is_name
+from shadowkv.prefix_cache.page_names import CacheKey, canonical, new_uid
+from shadowkv.prefix_cache.protocol import is_snapshot_name
 
 FORMAT = "shadowkv-snapshot"
 VERSION = "1"
@@ -38,9 +37,21 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 _UID = re.compile(r"[0-9a-f]{32}")
 
 
-def new_uid() -> str:
-    """A name for the bytes of one snapshot: two with the same tokens may differ in rounding."""
-    return secrets.token_hex(16)
+class BadSnapshot(Exception):
+    """A file that is not byte for byte what was written; it is never served.
+
+    Attributes:
+        path: of the file.
+        problem: what is wrong with it.
+        action: what was done about it.
+    """
+
+    def __init__(self, path: Path, problem: str, action: str = "not served") -> None:
+        super().__init__(path, problem, action)
+        self.path, self.problem, self.action = path, problem, action
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; {self.action}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class Head:
     def __post_init__(self) -> None:
         for name in ("name", "origin", "parent", "key"):
             text = getattr(self, name)
-            if not is_name(text) and (text or name != "parent"):
+            if not is_snapshot_name(text) and (text or name != "parent"):
                 raise ValueError(f"{name} {text!r} is none")
         for name in ("uid", "parent_uid", "checksum", "token_checksum"):
             text = getattr(self, name)

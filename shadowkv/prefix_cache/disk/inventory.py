@@ -10,12 +10,11 @@ from typing import Any
 
 from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import file_name
+from shadowkv.prefix_cache.disk.head import BadSnapshot, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
 from shadowkv.prefix_cache.disk.names import Names, Save
 from shadowkv.prefix_cache.disk.scan import snapshot_names
-from shadowkv.prefix_cache.errors import BadSnapshot, UnusableName
-from shadowkv.prefix_cache.page_names import is_name
+from shadowkv.prefix_cache.protocol import UnusableName, is_snapshot_name
 from shadowkv.wording import counted
 
 
@@ -61,7 +60,7 @@ class Inventory:
         if len(found) == 1 and text:
             return found[0]
         many = f"the names of {counted(len(found), 'snapshot')} begin" if found else "no snapshot's name begins"
-        raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_name(text) else ' (see ls)'}")
+        raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_snapshot_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:
         """Every snapshot's facts, the most recently used first."""

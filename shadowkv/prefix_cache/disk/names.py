@@ -21,9 +21,7 @@ from shadowkv.prefix_cache.disk.files import temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import MAX_NUMBER
 from shadowkv.prefix_cache.disk.index import Entry
-from shadowkv.prefix_cache.errors import UnknownName, UnusableName
-from shadowkv.prefix_cache.page_names import is_name
-from shadowkv.prefix_cache.save_name import check_save_name
+from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_save_name, is_snapshot_name
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class Save:
         if self.format != FORMAT:
             raise ValueError(f"its format is {self.format[:40]!r}, not {FORMAT!r}")
         for name in (self.key, *self.snapshots):
-            if not is_name(name):
+            if not is_snapshot_name(name):
                 raise ValueError(f"{name[:80]!r} is not 40 hex digits")
         if not self.snapshots or len(set(self.snapshots)) < len(self.snapshots):
             raise ValueError("it must list one snapshot or more, each once")

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from shadowkv.prefix_cache.disk.files import TEMPORARY, read_head
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import file_name
+from shadowkv.prefix_cache.disk.head import BadSnapshot, file_name
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.names import Names
-from shadowkv.prefix_cache.errors import BadSnapshot
-from shadowkv.prefix_cache.page_names import is_name
+from shadowkv.prefix_cache.protocol import is_snapshot_name
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ SUFFIX = file_name("")
 def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
     """Names of the files in a directory that are snapshots by their name; raises OSError."""
     names = (name.removesuffix(SUFFIX) for name in files.names(directory) if name.endswith(SUFFIX))
-    return {name for name in names if is_name(name)}
+    return {name for name in names if is_snapshot_name(name)}
 
 
 def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEMPORARY_SECONDS) -> int:

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowkv.prefix_cache.disk.files import Buffer, SnapshotFile
+from shadowkv.prefix_cache.disk.files import Buffer, SnapshotFile, SnapshotGone
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import Head, file_name
+from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
 from shadowkv.prefix_cache.disk.names import Names, Save
 from shadowkv.prefix_cache.disk.scan import Scanner
 from shadowkv.prefix_cache.disk.workers import Workers
 from shadowkv.prefix_cache.disk.writer import Writer, WriterLimits
-from shadowkv.prefix_cache.errors import BadSnapshot, SnapshotGone, UnknownName, UnusableName
 from shadowkv.prefix_cache.page_names import CacheKey, TokenIds
+from shadowkv.prefix_cache.protocol import UnknownName, UnusableName
 from shadowkv.prefix_cache.stats import Counts, DiskStats
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.prefix_cache.disk.files import Buffer, write_snapshot
+from shadowkv.prefix_cache.disk.files import Buffer, SnapshotGone, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import Head, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
 from shadowkv.prefix_cache.disk.names import Names, Save
 from shadowkv.prefix_cache.disk.workers import Workers
-from shadowkv.prefix_cache.errors import SnapshotGone
 from shadowkv.prefix_cache.page_names import TokenIds
 from shadowkv.prefix_cache.stats import Counts
 

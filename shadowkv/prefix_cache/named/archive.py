@@ -18,13 +18,11 @@ from typing import IO
 from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import Head, file_name
+from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Names, Save, name_file
-from shadowkv.prefix_cache.errors import BadSnapshot, UnusableName
-from shadowkv.prefix_cache.page_names import is_name
-from shadowkv.prefix_cache.save_name import SAVE_NAME
+from shadowkv.prefix_cache.protocol import SAVE_NAME, UnusableName, is_snapshot_name
 from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20
@@ -147,7 +145,7 @@ def _take(
     directory: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int, progress: Callable[[int], object]
 ) -> str:
     name, saved_as = member.name.removesuffix(file_name("")), _NAME_FILE.fullmatch(member.name)
-    if not saved_as and (not is_name(name) or member.name != file_name(name)):
+    if not saved_as and (not is_snapshot_name(name) or member.name != file_name(name)):
         return "refused: not the name of a snapshot's file or of a name's"
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         return "refused: not a regular file"

@@ -14,7 +14,7 @@ from shadowkv.prefix_cache.copies.disk_reports import Findings
 from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.copies.speeds import Speeds
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.named.saves import settle
+from shadowkv.prefix_cache.protocol import settle
 
 LOOK_SECONDS = 0.02
 """Seconds between two looks for a file that was not there yet."""

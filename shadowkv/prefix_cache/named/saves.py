@@ -16,31 +16,13 @@ from shadowkv.prefix_cache.copies.disk_reports import Findings
 from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.copies.offload import Copying
 from shadowkv.prefix_cache.device.tree import Node, PrefixTree
+from shadowkv.prefix_cache.disk.files import SnapshotGone
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.names import Save
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.errors import ComputedTwice, NotDone, SaveError, SnapshotGone
+from shadowkv.prefix_cache.protocol import Answer, ComputedTwice, NotDone, Saved, SaveError, settle
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What was saved or restored.
-
-    Attributes:
-        tokens: number of the prompt's tokens, from its first on.
-        nbytes: of the files that hold them.
-        snapshots: names of their snapshots, each after the one that it continues.
-    """
-
-    tokens: int
-    nbytes: int
-    snapshots: tuple[str, ...] = ()
-
-
-Answer = Future[Saved]
-"""Raises SaveError; a caller that cancels it has given up."""
 
 
 @dataclass(eq=False)
@@ -216,15 +198,6 @@ class Saves:
         for answer in [one.answer for one in self._saving] + [one.answer for one in self._restoring]:
             settle(answer, NotDone("the tiers below the device have failed; the server's log says why"))
         self._saving, self._restoring = [], []
-
-
-def settle(answer: Future[Any], found: object) -> None:
-    """Sets a result, or an exception, unless the future is done or the caller has given up."""
-    if not answer.done() and answer.set_running_or_notify_cancel():
-        if isinstance(found, Exception):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:
