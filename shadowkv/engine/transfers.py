@@ -56,10 +56,10 @@ async def receive(engine: AsyncEngine, names: tuple[str, ...], tokens: int) -> N
 
     def begin(answer: Future[bool]) -> None:
         lower = engine.engine.scheduler.prefix_cache.lower
-        if lower is None or lower.arrivals is None:  # they have failed
+        if lower is None or lower.handovers is None:  # they have failed
             settle(answer, False)
         else:
-            lower.arrivals.expect(names, tokens, answer)
+            lower.handovers.expect(names, tokens, answer)
 
     if not await engine.ask(begin):
         logger.warning("prompts of %d tokens have not arrived in time: what is not there is computed", tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.prefix_cache.copies.copy import Copy
 from shadowkv.prefix_cache.copies.host import HostTier
 from shadowkv.prefix_cache.copies.lookups import Lookups
 from shadowkv.prefix_cache.copies.speeds import Speeds
@@ -84,9 +85,11 @@ class PrefixCache:
         self._lookups = Lookups()
         self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
         self.lower: LowerTiers | None = None
+        self._copies: Mapping[Node, Copy] = {}
         if host is not None:
             eviction = eviction or Eviction()
             self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction, step_bytes)
+            self._copies = self.lower.copies.of
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -108,7 +111,7 @@ class PrefixCache:
 
     def forget(self, prompt: Prompt) -> None:
         """Drops a prompt, if it has been looked up."""
-        self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
+        self._lookups.forget(prompt, leave=self.lower is not None)
 
     def match(self, prompt: Prompt) -> Match | None:
         """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
@@ -135,13 +138,13 @@ class PrefixCache:
                 continue
             steps, sequence = way
             computing = self.speeds.computing_seconds(end * PAGE - reached)
-            if lower.seconds(steps) > computing:
+            if lower.chains.seconds(steps) > computing:
                 continue
             try:
-                self._cache.restore_demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
+                self._cache.restore_demand(lower.chains.links(steps), end * PAGE, end * PAGE, sequence)
             except ValueError:  # such sequences cannot be cut there
                 continue
-            until = lower.fetch(steps, computing)
+            until = lower.chains.fetch(steps, computing)
             if until is not None:
                 return Match(sequence, end * PAGE, steps=tuple(steps), until=until)
         return best
@@ -178,10 +181,10 @@ class PrefixCache:
         if self.lower is not None:
             with self._failing_alone():
                 for node in way:
-                    if node.copy is not None:
-                        self.lower.write(node)
+                    if (copy := self.lower.copies.of.get(node)) is not None:
+                        self.lower.offload.write(copy)
                     elif (source := self._source(node, sequence, prompt)) is not None:
-                        self.lower.store(node, *source)
+                        self.lower.offload.store(node, *source)
 
     def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
         """A sequence that has all pages of a node, this one or a kept one, and its tokens."""
@@ -213,7 +216,7 @@ class PrefixCache:
             self._kept.move_to_end(sequence)
         if match.steps:
             assert self.lower is not None
-            child = self.lower.restore(list(match.steps), start, capacity, sequence)
+            child = self.lower.chains.restore(list(match.steps), start, capacity, sequence)
             if sequence is not None:
                 self._tree.fork(child, sequence, match.steps[0].node.first)
             for step in match.steps:
@@ -236,7 +239,7 @@ class PrefixCache:
         sequence, cache = match.sequence, self._cache
         if match.steps:
             assert self.lower is not None
-            return cache.restore_demand(self.lower.links(match.steps), start, capacity, sequence)
+            return cache.restore_demand(self.lower.chains.links(match.steps), start, capacity, sequence)
         assert sequence is not None
         if match.whole:
             return cache.growth(sequence, start, capacity)
@@ -284,9 +287,9 @@ class PrefixCache:
         lower = self.lower  # the engine's thread may give it up meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
 
-    def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are, at most ``most`` runs of pages, and how many there are; on the engine's thread."""
-        return segments_of(self._tree, self._kept, most)
+    def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
+        """Where cached prompts are, at most ``limit`` runs of pages, and how many there are; on the engine's thread."""
+        return segments_of(self._tree, self._copies, self._kept, limit)
 
     @property
     def opening(self) -> bool:
@@ -327,26 +330,32 @@ class PrefixCache:
             self.lower.close()
 
 
-def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], most: int) -> tuple[list[PrefixSegment], int]:
+def segments_of(
+    nodes: Iterable[Node], copies: Mapping[Node, Copy], kept: Collection[CachedSequence], limit: int
+) -> tuple[list[PrefixSegment], int]:
     """The segments of ``nodes`` in order of their positions, and how many there are in all.
 
     Args:
+        copies: of nodes, below the device.
         kept: finished sequences that the prefix cache keeps; a node's other holders are running.
-        most: limit on their number; those nearest to the device are returned first.
+        limit: on their number; those nearest to the device are returned first.
     """
-    every = list(nodes)
-    nearest = sorted(every, key=lambda node: (not node.holders, node.copy is None or not node.copy.on_host, -node.used))
-    told = sorted(nearest[:most], key=lambda node: node.first)
-    return [_segment(node, kept) for node in told], len(every)
+
+    def distance(node: Node) -> tuple[bool, bool, float]:
+        copy = copies.get(node)
+        return not node.holders, copy is None or not copy.on_host, -node.used
+
+    nearest = sorted(nodes, key=distance)
+    told = sorted(nearest[:limit], key=lambda node: node.first)
+    return [_segment(node, copies.get(node), kept) for node in told], len(nearest)
 
 
-def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
-    copy = node.copy
-    there = {
+def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) -> PrefixSegment:
+    places = {
         "device": bool(node.holders),
         "host": copy is not None and copy.on_host,
         "disk": copy is not None and copy.entry is not None,
     }
-    running = any(one not in kept for one in node.holders)
-    tiers = tuple(tier for tier, is_there in there.items() if is_there)
+    running = any(sequence not in kept for sequence in node.holders)
+    tiers = tuple(tier for tier, is_there in places.items() if is_there)
     return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)

@@ -9,25 +9,24 @@ called on the engine's thread, except the disk tier's reports.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.prefix_cache.copies.chains import Chains, Step
-from shadowkv.prefix_cache.copies.disk_reports import Findings
+from shadowkv.prefix_cache.copies.chains import Chains
+from shadowkv.prefix_cache.copies.copy import Copies
+from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.copies.mover import Mover
-from shadowkv.prefix_cache.copies.offload import Copying
+from shadowkv.prefix_cache.copies.offload import Offload
 from shadowkv.prefix_cache.copies.speeds import Speeds
 from shadowkv.prefix_cache.device.eviction import Eviction
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
+from shadowkv.prefix_cache.device.tree import Node, PrefixTree, Step
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.named.handovers import Arrivals
+from shadowkv.prefix_cache.named.handovers import Handovers
 from shadowkv.prefix_cache.named.saves import Saves
 from shadowkv.prefix_cache.stats import TierCounts, TierStats
 
@@ -48,11 +47,11 @@ class LowerTiers:
 
     Attributes:
         copies: all copies there are.
-        copying: those on their way down.
-        chains: those on their way up.
+        offload: makes them; those on their way down.
+        chains: brings them back; those on their way up.
         disk: the tier; None without one.
         saves: what is saved and restored by name; None without a disk tier.
-        arrivals: what is expected from other servers; None without a disk tier.
+        handovers: what is expected from other servers; None without a disk tier.
     """
 
     def __init__(
@@ -68,24 +67,16 @@ class LowerTiers:
     ) -> None:
         self._step_bytes = step_bytes
         self._mover, self._counts = Mover(host, cache.device), counts
-        self.copies = KeptCopies(tree, host, counts, eviction)
-        self._findings = Findings(tree, self.copies, cache.form)
-        self.disk = self._findings.disk = None if disk is None else disk(self._findings.report)
-        self.copying = Copying(cache, self.copies, self._mover, self.disk, counts)
+        self.copies = Copies(tree, host, counts, eviction)
+        self._reports = DiskReports(tree, self.copies, cache.form)
+        self.disk = self._reports.disk = None if disk is None else disk(self._reports.report)
+        self.offload = Offload(cache, self.copies, self._mover, self.disk, counts)
         self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)
         self.saves: Saves | None = None
-        self.arrivals: Arrivals | None = None
+        self.handovers: Handovers | None = None
         if self.disk is not None:
-            self.arrivals = Arrivals(self.copies, self._findings, self.disk, speeds)
-            self.saves = Saves(tree, self.copies, self._findings, self.copying, self.chains, self.disk)
-
-    def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
-        """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
-        self.copying.store(node, sequence, token_ids)
-
-    def write(self, node: Node) -> None:
-        """Has a copy that is only in host memory written to the disk."""
-        self.copying.write(node)
+            self.handovers = Handovers(self.copies, self._reports, self.disk, speeds)
+            self.saves = Saves(tree, self.copies, self._reports, self.offload, self.chains, self.disk)
 
     def hit(self, way: list[Node]) -> None:
         """Records that a request need not compute these nodes, wherever they were found: their copies stay longer."""
@@ -95,27 +86,27 @@ class LowerTiers:
     @property
     def opening(self) -> bool:
         """Whether the initial scan of the disk is still running, which is waited for, but not for long."""
-        return self._findings.opening
+        return self._reports.opening
 
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has work to do or wait for."""
-        asked = (self.saves is not None and self.saves.busy) or (self.arrivals is not None and self.arrivals.busy)
-        return asked or self.copying.busy or self.chains.busy or self._findings.busy
+        asked = (self.saves is not None and self.saves.busy) or (self.handovers is not None and self.handovers.busy)
+        return asked or self.offload.busy or self.chains.busy or self._reports.busy
 
     def advance(self) -> None:
         """Launches copies, and handles what has arrived."""
-        self._findings.take()
+        self._reports.take()
         self.chains.advance()
-        self.copying.advance(self._step_bytes)
+        self.offload.advance(self._step_bytes)
         if self.saves is not None:
             self.saves.advance()
-        if self.arrivals is not None:
-            self.arrivals.advance()
+        if self.handovers is not None:
+            self.handovers.advance()
 
     def wait(self, seconds: float) -> None:
         """Waits up to ``seconds`` for what is on its way."""
-        futures: list[Future[Any]] = [*self.chains.futures, *self.copying.futures]
+        futures: list[Future[Any]] = [*self.chains.futures, *self.offload.futures]
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
         elif self.busy or self.opening:
@@ -124,24 +115,8 @@ class LowerTiers:
     def chain(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
         """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
         that has all before it; None where something is missing."""
-        self._findings.take()
+        self._reports.take()
         return self.chains.find(node, stop)
-
-    def links(self, steps: Sequence[Step]) -> list[Link]:
-        """A chain as the cache takes it."""
-        return self.chains.links(steps)
-
-    def seconds(self, steps: list[Step]) -> float:
-        """The time to restore a chain, estimated from earlier restores."""
-        return self.chains.seconds(steps)
-
-    def fetch(self, steps: list[Step], patience: float) -> float | None:
-        """Begins to bring a chain to host memory; see ``Chains.fetch``."""
-        return self.chains.fetch(steps, patience)
-
-    def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
-        return self.chains.restore(steps, start, capacity, parent)
 
     def stats(self) -> dict[str, TierStats]:
         """What each tier holds and has done; may be called from any thread."""
@@ -180,11 +155,11 @@ class LowerTiers:
 
     def abandon(self) -> None:
         """Drops all reads on the device, whatever state it is in; nothing of it is used any more."""
-        self.copying.abandon()
+        self.offload.abandon()
         if self.saves is not None:
             self.saves.abandon()
-        if self.arrivals is not None:
-            self.arrivals.abandon()
+        if self.handovers is not None:
+            self.handovers.abandon()
         if self.disk is not None:
             self.disk.close(0.0)
 
@@ -192,7 +167,7 @@ class LowerTiers:
         """Closes the tiers: copies on their way to the disk are written, within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
-            self.copying.finish(deadline)
+            self.offload.finish(deadline)
         finally:
             if self.disk is not None:
                 self.disk.close(max(0.1, deadline - time.monotonic()))

@@ -180,7 +180,7 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
         ask(engine, prompt(length, length) + answer + prompt(1, 30))
         settle(engine)
         lower = engine.scheduler.prefix_cache.lower
-        sizes = [node.copy.header.layer_bytes for node in lower.copies.nodes]
+        sizes = [copy.header.layer_bytes for copy in lower.copies.of.values()]
         assert max(sizes) <= engine.cache.layout.snapshot_layer_bytes(2048)
         if length == 2000:
             assert engine.cache.layout.snapshot_layer_bytes(2048) < 2 * max(sizes)

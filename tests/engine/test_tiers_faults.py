@@ -29,7 +29,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.scheduler import Leader, Sharing
 from shadowkv.kvcache.memory import OutOfBlocks
-from shadowkv.prefix_cache.copies.chains import RETRY_SECONDS
+from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 
 QUESTION = DOCUMENT + prompt(2, 100)
@@ -265,7 +265,7 @@ def test_what_is_restored_is_given_back_where_its_places_cannot_be_told(
 
 def test_what_is_not_copied_when_an_engine_ends_is_let_go(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full", kv_offload_gib=0.0625)
-    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.copying, "advance", lambda most: None)
+    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.offload, "advance", lambda limit: None)
     ask(engine, QUESTION)
     evict_device(engine)
     assert engine.cache.free != engine.cache.total

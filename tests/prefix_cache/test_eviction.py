@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from shadowkv.prefix_cache.copies.copy import Copy
+from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.device.eviction import POLICIES, Eviction, keep_score
 from shadowkv.prefix_cache.device.tree import Node, PrefixTree
 from shadowkv.prefix_cache.stats import TierCounts
@@ -86,12 +85,13 @@ def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
     assert [nodes.index(node) for node in Eviction("graph", clock).order(nodes)] == [0, 2, 4, 3, 1]
 
 
-def kept(policy: str, tree: PrefixTree) -> KeptCopies:
+def kept(policy: str, tree: PrefixTree) -> Copies:
     """A copy of a slab of each node fills the host."""
     host = HostTier(len(tree), torch.device("cpu"), slab_bytes=1)
-    copies = KeptCopies(tree, host, TierCounts(), Eviction(policy))
+    copies = Copies(tree, host, TierCounts(), Eviction(policy))
     for node in tree:
-        copies.add(node, Copy(None, None, host.take(1), ready=True))  # type: ignore[arg-type]
+        copy = copies.add(node, None, None)  # type: ignore[arg-type]
+        copy.slabs, copy.ready = host.take(1), True
         copies.eviction.touch(node)
     return copies
 
@@ -100,11 +100,11 @@ def kept(policy: str, tree: PrefixTree) -> KeptCopies:
 def test_what_is_used_or_spared_stays(policy: str) -> None:
     tree = tree_of(*[None] * 6)
     nodes, copies = list(tree), kept(policy, tree)
-    nodes[0].copy.users = 1
+    copies.of[nodes[0]].users = 1
     assert copies.room(5, {nodes[2]}) is None
-    assert copies.nodes == set(nodes)
+    assert copies.of.keys() == set(nodes)
     assert copies.room(4, {nodes[2]}) is not None
-    assert copies.nodes == {nodes[0], nodes[2]}
+    assert copies.of.keys() == {nodes[0], nodes[2]}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -96,7 +96,7 @@ def test_snapshots_that_are_late_are_waited_for_and_others_computed(
         began = time.monotonic()
         assert ask(decode, tokens(3), max_tokens=8, kv_transfer_params=params)[1] == 0
         assert 0.3 < time.monotonic() - began < 60
-        assert not decode.engine.engine.scheduler.prefix_cache.lower.arrivals.busy
+        assert not decode.engine.engine.scheduler.prefix_cache.lower.handovers.busy
         decode.forget_above_the_disk()
         data = bytearray((tmp_path / "cache" / file).read_bytes())
         data[len(data) // 2] ^= 4

@@ -5,47 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.copies.mover import Mover, StreamArrival
 from shadowkv.prefix_cache.copies.speeds import Speeds
-from shadowkv.prefix_cache.device.tree import Node
+from shadowkv.prefix_cache.device.tree import Node, Step
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.stats import TierCounts
 
 FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
 """Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""
 
-RETRY_SECONDS = 30.0
-"""After how long a file that could not be read is tried again."""
 
+class Arriving(NamedTuple):
+    """A chain on its way to the device: what its kernels read, and its size in bytes."""
 
-@dataclass(frozen=True)
-class Step:
-    """A node of a chain, and the page up to which it is used."""
-
-    node: Node
-    stop: int
+    arrival: StreamArrival
+    restoring: Restoring
+    copies: list[Copy]
+    nbytes: int
 
 
 class Chains:
     """Brings chains back.
 
     Attributes:
-        arriving: those on their way to the device, with what their kernels read, and their sizes in bytes.
+        arriving: those on their way to the device.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        copies: KeptCopies,
+        copies: Copies,
         mover: Mover,
         disk: DiskTier | None,
         counts: TierCounts,
@@ -53,8 +50,8 @@ class Chains:
     ) -> None:
         self._cache, self._copies, self._mover, self._disk = cache, copies, mover, disk
         self._counts, self._speeds = counts, speeds
-        self.arriving: list[tuple[StreamArrival, Restoring, list[Node], int]] = []
-        self._fetching: dict[Node, float] = {}
+        self.arriving: list[Arriving] = []
+        self._fetching: dict[Copy, float] = {}
 
     @property
     def busy(self) -> bool:
@@ -64,7 +61,7 @@ class Chains:
     @property
     def futures(self) -> list[Future[float]]:
         """The reads in progress."""
-        return [node.copy.fetching for node in self._fetching if node.copy and node.copy.fetching]
+        return [copy.fetching for copy in self._fetching if copy.fetching]
 
     def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
         """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
@@ -72,7 +69,8 @@ class Chains:
         steps: list[Step] = []
         at: Node | None = node
         while at is not None:
-            if at.copy is None or not at.copy.usable or PAGE * stop > at.copy.header.length:
+            copy = self._copies.of.get(at)
+            if copy is None or not copy.usable or PAGE * stop > copy.header.length:
                 return None
             steps.insert(0, Step(at, stop))
             parent, stop = at.parent, at.first
@@ -87,15 +85,14 @@ class Chains:
 
     def links(self, steps: Sequence[Step]) -> list[Link]:
         """A chain as the cache takes it."""
-        return [Link(step.node.copy.header, step.stop * PAGE) for step in steps if step.node.copy is not None]
+        return [Link(self._copies.of[step.node].header, step.stop * PAGE) for step in steps]
 
     def seconds(self, steps: list[Step]) -> float:
         """The time to restore a chain, estimated from earlier restores."""
-        copies = [step.node.copy for step in steps if step.node.copy is not None]
+        copies = [self._copies.of[step.node] for step in steps]
+        nbytes = sum(copy.header.nbytes for copy in copies)
         on_disk = sum(copy.header.nbytes for copy in copies if not copy.on_host)
-        return self._speeds.host_seconds(sum(copy.header.nbytes for copy in copies)) + self._speeds.disk_seconds(
-            on_disk
-        )
+        return self._speeds.host_seconds(nbytes) + self._speeds.disk_seconds(on_disk)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
         """Begins to bring a chain to host memory, where it is not there already.
@@ -107,11 +104,10 @@ class Chains:
         seconds = min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
         self._copies.eviction.touch(steps[-1].node)
         for step in steps:
-            copy = step.node.copy
-            assert copy is not None
+            copy = self._copies.of[step.node]
             if copy.on_host:
                 continue
-            late = self._fetching.get(step.node, now) + seconds
+            late = self._fetching.get(copy, now) + seconds
             if late < now:
                 return None
             until = min(until or late, late)
@@ -119,21 +115,17 @@ class Chains:
                 continue
             if self._disk is None or copy.entry is None or now < copy.again:
                 return None
-            copy.slabs = copy.slabs or self._copies.room(copy.header.nbytes, {one.node for one in steps})
-            if copy.slabs is None:
+            if not copy.fetch(self._disk, copy.entry, {step.node for step in steps}):
                 return None
-            copy.users += 1
-            buffers = [buffer.numpy() for buffer in self._copies.host.buffers(copy.slabs, copy.header.nbytes)]
-            self._fetching[step.node] = now
-            copy.fetching = self._disk.read(copy.entry, buffers, copy.token_ids)
+            self._fetching[copy] = now
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
         """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
         restoring = self._cache.restore(self.links(steps), start, capacity, parent)
-        copies = [step.node.copy for step in steps if step.node.copy is not None]
-        parts = [(one.header, one.slabs or []) for one in copies]
-        began, nbytes = time.monotonic(), sum(one.header.nbytes for one in copies)
+        copies = [self._copies.of[step.node] for step in steps]
+        parts = [(copy.header, copy.slabs or []) for copy in copies]
+        began, nbytes = time.monotonic(), sum(copy.header.nbytes for copy in copies)
         try:
             arrival = self._mover.up(restoring, parts)
         except BaseException:
@@ -141,9 +133,9 @@ class Chains:
             self._cache.release(restoring.sequence)
             raise
         for step, copy in zip(steps, copies, strict=True):
-            tier = "disk" if copy.fetched else "host"
+            tier = "disk" if copy.from_disk else "host"
             self._counts.hit_tokens[tier] += (step.stop - step.node.first) * PAGE
-            copy.fetched = False
+            copy.from_disk = False
         if parent is not None:
             self._counts.hit_tokens["device"] += steps[0].node.first * PAGE
         if arrival is None:
@@ -152,33 +144,21 @@ class Chains:
         else:
             restoring.sequence.arrival = arrival
             for copy in copies:
-                copy.users += 1
-            self.arriving.append((arrival, restoring, [step.node for step in steps], nbytes))
+                copy.use()
+            self.arriving.append(Arriving(arrival, restoring, copies, nbytes))
         return restoring.sequence
 
     def advance(self) -> None:
         """Handles what has arrived."""
-        for one in [one for one in self.arriving if one[0].done]:
-            self.arriving.remove(one)
-            arrival, _, nodes, nbytes = one
-            for node in nodes:
-                self._copies.leave(node)
-            self._speeds.host(nbytes, arrival.seconds)
-            self._counts.restored(nbytes, arrival.seconds)
-        for node in list(self._fetching):
-            copy = node.copy
-            assert copy is not None, "what uses a copy keeps it"
+        for arriving in [arriving for arriving in self.arriving if arriving.arrival.done]:
+            self.arriving.remove(arriving)
+            for copy in arriving.copies:
+                copy.leave()
+            self._speeds.host(arriving.nbytes, arriving.arrival.seconds)
+            self._counts.restored(arriving.nbytes, arriving.arrival.seconds)
+        for copy in list(self._fetching):
             if copy.fetching is not None and copy.fetching.done():
-                self._fetched(node, copy, copy.fetching)
-
-    def _fetched(self, node: Node, copy: Copy, done: Future[float]) -> None:
-        copy.fetching = None
-        del self._fetching[node]
-        if not done.cancelled() and isinstance(done.exception(), OSError):
-            copy.again = time.monotonic() + RETRY_SECONDS  # the disk tier has logged why
-        elif done.cancelled() or done.exception() is not None:
-            copy.entry = None
-        else:
-            copy.ready = copy.fetched = True
-            self._speeds.disk(copy.header.nbytes, done.result())
-        self._copies.leave(node)
+                del self._fetching[copy]
+                seconds = copy.end_fetch(copy.fetching)
+                if seconds is not None:
+                    self._speeds.disk(copy.header.nbytes, seconds)

@@ -12,8 +12,7 @@ import numpy as np
 
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.tier import DiskTier
@@ -25,7 +24,7 @@ OPENING_SECONDS = 5.0
 """How long requests wait after the start to learn what the disk has of them."""
 
 
-class Findings:
+class DiskReports:
     """Reports of the disk tier, processed on the engine's thread.
 
     Args:
@@ -35,7 +34,7 @@ class Findings:
         disk: to be set before reports are processed; None without one.
     """
 
-    def __init__(self, tree: PrefixTree, copies: KeptCopies, form: str) -> None:
+    def __init__(self, tree: PrefixTree, copies: Copies, form: str) -> None:
         self._tree, self._copies, self._form = tree, copies, form
         self.disk: DiskTier | None = None
         self._events: deque[tuple[str, Entry]] = deque()
@@ -68,15 +67,15 @@ class Findings:
             assert self.disk is not None
             if entry.head.key != self.disk.key.digest:
                 continue  # another model's
-            node, there = self._copies.by_uid.get(entry.head.uid), kind in ("found", "stored")
-            if node is None:
+            copy, there = self._copies.by_uid.get(entry.head.uid), kind in ("found", "stored")
+            if copy is None:
                 if there:
                     self._named.append((entry, self.disk.token_ids(entry)))
-            elif node.copy is not None and node.names[-1] == entry.name:  # else of fewer or more of its pages
-                node.copy.entry, node.copy.evicted = entry if there else None, kind == "evicted"
-                self._tree.changes += 1
-                if not there and node.copy.slabs is None and not node.copy.users:
-                    self._copies.drop(node)
+            elif copy.node.names[-1] == entry.name:  # else of fewer or more of its pages
+                if there:
+                    copy.found(entry)
+                else:
+                    copy.removed(evicted=kind == "evicted")
         while self._named and self._named[0][1].done():  # in the order in which they were requested
             entry, ids = self._named.popleft()
             if not ids.cancelled() and ids.exception() is None:
@@ -96,11 +95,11 @@ class Findings:
         head = entry.head
         if head.uid in self._copies.by_uid or head.start % PAGE or head.length % PAGE:
             return False
-        parent = self._copies.by_uid.get(head.parent_uid) if head.parent else None
-        if head.parent and parent is None:
+        behind = self._copies.by_uid.get(head.parent_uid) if head.parent else None
+        if head.parent and behind is None:
             self._orphans.setdefault(head.parent_uid, []).append((entry, ids))
             return False
-        first = head.start // PAGE
+        parent, first = None if behind is None else behind.node, head.start // PAGE
         if parent is not None and not parent.first < first <= parent.end:
             return False
         try:
@@ -121,5 +120,5 @@ class Findings:
             return False
         node = self._tree.plant(parent, first, names, bool(header.segments), head.origin)
         node.uid = head.uid
-        self._copies.add(node, Copy(header, tokens, entry=entry))
+        self._copies.add(node, header, tokens, entry=entry)
         return True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.device.matches import Match, Prompt
-from shadowkv.prefix_cache.device.tree import Node
 
 
 class Lookups:
@@ -17,13 +16,13 @@ class Lookups:
     fits in half of it. The rest is for what others fetch, and for what is computed.
 
     Attributes:
-        uses: number of prompts that hold a node's copy.
+        uses: number of prompts that hold a copy.
     """
 
     def __init__(self) -> None:
         self._found: dict[Prompt, tuple[Match | None, int]] = {}
-        self._held: dict[Prompt, tuple[Node, ...]] = {}
-        self.uses: Counter[Node] = Counter()
+        self._held: dict[Prompt, tuple[Copy, ...]] = {}
+        self.uses: Counter[Copy] = Counter()
 
     def current(self, prompt: Prompt, changes: int) -> bool:
         """Whether a prompt's recorded match still holds: nothing has changed since, and what is on its way from the
@@ -39,34 +38,37 @@ class Lookups:
         """Records a match."""
         self._found[prompt] = match, changes
 
-    def hold(self, prompt: Prompt, match: Match | None, copies: KeptCopies) -> None:
+    def hold(self, prompt: Prompt, match: Match | None, copies: Copies) -> None:
         """Holds what a match restores, replacing what was held for the prompt."""
-        held, nodes = self._held.get(prompt, ()), tuple(step.node for step in match.steps) if match else ()
-        if nodes == held:
+        held, restored = (
+            self._held.get(prompt, ()),
+            tuple(copies.of[step.node] for step in match.steps) if match else (),
+        )
+        if restored == held:
             return
-        if not self._fit(nodes, copies):
-            nodes = ()
-        for node in nodes:
-            assert node.copy is not None
-            node.copy.users += 1
-        self.uses.update(nodes)
-        self._let_go(held, copies)
-        self._held[prompt] = nodes
+        if not self._fit(restored, copies):
+            restored = ()
+        for copy in restored:
+            copy.use()
+        self.uses.update(restored)
+        self._let_go(held, leave=True)
+        self._held[prompt] = restored
 
-    def _fit(self, nodes: tuple[Node, ...], copies: KeptCopies) -> bool:
+    def _fit(self, more: tuple[Copy, ...], copies: Copies) -> bool:
         """Whether these may be held as well."""
-        slabs = (copies.host.slabs_of(node.copy.header.nbytes) for node in {*self.uses, *nodes} if node.copy)
+        slabs = (copies.host.slabs_of(copy.header.nbytes) for copy in {*self.uses, *more})
         return 2 * sum(slabs) <= copies.host.num_slabs
 
-    def _let_go(self, nodes: tuple[Node, ...], copies: KeptCopies | None) -> None:
-        for node in nodes:
-            self.uses[node] -= 1
-            if not self.uses[node]:
-                del self.uses[node]
-            if copies is not None:
-                copies.leave(node)
+    def _let_go(self, held: tuple[Copy, ...], leave: bool) -> None:
+        for copy in held:
+            self.uses[copy] -= 1
+            if not self.uses[copy]:
+                del self.uses[copy]
+            if leave:
+                copy.leave()
 
-    def forget(self, prompt: Prompt, copies: KeptCopies | None) -> None:
-        """Drops a prompt that is no longer waiting."""
+    def forget(self, prompt: Prompt, leave: bool) -> None:
+        """Drops a prompt that is no longer waiting; where the copies are still used by others, it is to ``leave``
+        them."""
         self._found.pop(prompt, None)
-        self._let_go(self._held.pop(prompt, ()), copies)
+        self._let_go(self._held.pop(prompt, ()), leave)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
@@ -18,11 +17,9 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.copies.mover import Mover
 from shadowkv.prefix_cache.device.tree import Node
-from shadowkv.prefix_cache.disk.head import Head
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.stats import TierCounts
 
@@ -36,31 +33,28 @@ CLOSING_SECONDS = 0.001
 class Job:
     """A copy on its way to the host."""
 
-    node: Node
     copy: Copy
     reading: Reading
     moves: Iterator[int]
 
 
-class Copying:
+class Offload:
     """Copies to be made, in the order of the requests.
 
     Attributes:
         job: the one on its way to the host.
     """
 
-    def __init__(
-        self, cache: KVCache, copies: KeptCopies, mover: Mover, disk: DiskTier | None, counts: TierCounts
-    ) -> None:
+    def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None, counts: TierCounts) -> None:
         self._cache, self._copies, self._mover, self._disk, self._counts = cache, copies, mover, disk, counts
-        self._waiting: deque[tuple[Node, Copy, Reading]] = deque()
-        self._writing: set[Node] = set()
+        self._waiting: deque[tuple[Copy, Reading]] = deque()
+        self._writing: set[Copy] = set()
         self._too_large = 0
         self.job: Job | None = None
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
         """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
-        if node.copy is not None or not self._copies.host.num_slabs or (node.parent and node.parent.copy is None):
+        if node.copied or not self._copies.host.num_slabs or (node.parent and not node.parent.copied):
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
@@ -68,21 +62,19 @@ class Copying:
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return
-        copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
-        self._copies.add(node, copy)
+        copy = self._copies.add(node, reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
         self._copies.eviction.touch(node)
-        self._waiting.append((node, copy, reading))
+        self._waiting.append((copy, reading))
 
-    def write(self, node: Node, evicted: bool = False) -> None:
-        """Queues a copy that is only in host memory for the disk: it was refused, could not be written or was lost, but
-        what it continues is there. One that the disk has ``evicted`` is written again only if so."""
-        copy, parent = node.copy, node.parent and node.parent.copy
-        if self._disk is None or copy is None or not copy.on_host or copy.entry or copy.writing:
-            return
-        if copy.evicted and not evicted:
-            return
-        if node.parent is None or (parent and (parent.entry or parent.writing)):
-            self._write(self._disk, node, copy)
+    def write(self, copy: Copy, evicted: bool = False) -> None:
+        """Queues a copy for the disk that is only in host memory: it was refused, could not be written or was lost; see
+        ``Copy.can_be_written``."""
+        if self._disk is not None and copy.can_be_written(evicted):
+            self._write(self._disk, copy)
+
+    def _write(self, disk: DiskTier, copy: Copy) -> None:
+        if copy.write(disk):
+            self._writing.add(copy)
 
     @property
     def busy(self) -> bool:
@@ -92,18 +84,15 @@ class Copying:
     @property
     def futures(self) -> list[Future[bool]]:
         """The writes in progress."""
-        return [node.copy.writing for node in self._writing if node.copy and node.copy.writing]
+        return [copy.writing for copy in self._writing if copy.writing]
 
-    def advance(self, most: int) -> None:
-        """Launches copies of up to ``most`` bytes, and handles what has been written."""
-        for node in list(self._writing):
-            copy = node.copy
-            assert copy is not None, "what uses a copy keeps it"
+    def advance(self, limit: int) -> None:
+        """Launches copies of up to ``limit`` bytes, and handles what has been written."""
+        for copy in list(self._writing):
             if copy.writing is None or copy.writing.done():
-                self._writing.discard(node)
-                copy.writing = None
-                self._copies.leave(node)
-        while most > 0 and (self.job is not None or self._begin()):
+                self._writing.discard(copy)
+                copy.end_write()
+        while limit > 0 and (self.job is not None or self._begin()):
             assert self.job is not None
             try:
                 moved = next(self.job.moves, None)
@@ -116,31 +105,34 @@ class Copying:
             elif not moved:
                 return
             else:
-                most -= moved
+                limit -= moved
 
     def _begin(self) -> bool:
         """Starts to copy the next node that there is room for."""
         while self._waiting:
-            node, copy, reading = self._waiting[0]
-            if node.parent is None or node.parent.copy is not None:
-                copy.slabs = self._copies.room(reading.header.nbytes, set(node.ancestors))
+            copy, reading = self._waiting[0]
+            node = copy.node
+            if node.parent is None or node.parent.copied:
+                copy.take_slabs(set(node.ancestors))
             self._waiting.popleft()
             if copy.slabs is None:
-                nbytes, there = reading.header.nbytes, self._copies.host.total_bytes
-                if nbytes > max(there, self._too_large):
-                    self._too_large = nbytes
-                    logger.warning(
-                        "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d",
-                        nbytes,
-                        there,
-                    )
-                reading.close()
-                self._copies.leave(node)
-                self._counts.refused += 1
+                self._refuse(copy, reading)
                 continue
-            self.job = Job(node, copy, reading, self._mover.down(reading, copy.slabs))
+            self.job = Job(copy, reading, self._mover.down(reading, copy.slabs))
             return True
         return False
+
+    def _refuse(self, copy: Copy, reading: Reading) -> None:
+        """Gives up a copy that there is no room for."""
+        nbytes, total = reading.header.nbytes, self._copies.host.total_bytes
+        if nbytes > max(total, self._too_large):
+            self._too_large = nbytes
+            logger.warning(
+                "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d", nbytes, total
+            )
+        reading.close()
+        copy.leave()
+        self._counts.refused += 1
 
     def _end(self, done: bool) -> None:
         job, self.job = self.job, None
@@ -152,37 +144,10 @@ class Copying:
         if done:
             self._counts.copied_bytes += job.copy.header.nbytes
             if self._disk is not None:
-                self._write(self._disk, job.node, job.copy)
+                self._write(self._disk, job.copy)
         else:
             self._counts.refused += 1
-        self._copies.leave(job.node)
-
-    def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
-        """Queues a copy for the disk."""
-        header, parent = copy.header, node.parent
-        assert copy.slabs is not None
-        copy.entry = disk.lookup(node.names[-1])
-        if copy.entry is not None:
-            if copy.entry.head.uid != node.uid:
-                copy.entry = None  # same tokens, computed elsewhere
-            return
-        head = Head.new(
-            disk.key,
-            name=node.names[-1],
-            origin=node.origin,
-            start=header.start,
-            length=header.length,
-            layers=header.runs[0],
-            layer_bytes=header.runs[1],
-            header=json.loads(header.to_json()),
-            parent=parent.names[-1] if parent else "",
-            parent_uid=parent.uid if parent else "",
-            uid=node.uid,
-        )
-        buffers = [buffer.numpy() for buffer in self._copies.host.buffers(copy.slabs, header.nbytes)]
-        copy.users += 1
-        copy.writing = disk.put(head, copy.token_ids, buffers)
-        self._writing.add(node)
+        job.copy.leave()
 
     def finish(self, deadline: float) -> None:
         """Makes all copies that there is time for; nothing is read on the device afterwards."""
@@ -195,13 +160,13 @@ class Copying:
                 self._end(done=False)
         finally:
             while self._waiting:
-                node, _, reading = self._waiting.popleft()
+                copy, reading = self._waiting.popleft()
                 reading.close()
-                self._copies.leave(node)
+                copy.leave()
 
     def abandon(self) -> None:
         """Drops all reads on the device, whatever state it is in."""
-        readings = [reading for _, _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
+        readings = [reading for _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
         with suppress(RuntimeError):
             self._mover.finish()
         for reading in readings:

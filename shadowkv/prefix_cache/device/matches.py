@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.chains import Step
+from shadowkv.prefix_cache.device.tree import Step
 from shadowkv.prefix_cache.page_names import PageNames
 
 

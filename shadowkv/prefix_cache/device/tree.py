@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.prefix_cache.copies.copy import Copy
 from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
 
 
@@ -28,7 +27,7 @@ class Node:
         children: nodes that begin behind one of its pages.
         origin: what names of its prompt build on.
         uid: identifies the exact bytes: what continues them was computed on them.
-        copy: of its pages, below the device.
+        copied: whether there is a copy of its pages below the device: then they stay, even without a holder.
         used: when it was last used, in seconds by the clock of ``Eviction``.
         hits: number of requests so far that did not have to compute its pages.
     """
@@ -41,7 +40,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
     origin: str = ""
     uid: str = field(default_factory=new_uid)
-    copy: Copy | None = None
+    copied: bool = False
     used: float = 0.0
     hits: int = 0
 
@@ -57,6 +56,14 @@ class Node:
         while node is not None:
             yield node
             node = node.parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node of a chain that is to be restored, and the page up to which it is used."""
+
+    node: Node
+    stop: int
 
 
 class PrefixTree:
@@ -111,13 +118,13 @@ class PrefixTree:
         return way
 
     def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
-        """Adds a node without holders; the caller has to set its copy."""
+        """Adds a node without holders; the caller has to add its copy."""
         return self._insert(Node(parent, first, names, sealed, origin=origin), names[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
         """Whether pages from ``end`` on can be added to the node: only its one holder has them."""
-        return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
+        return len(node.holders) == 1 and not node.children and not node.copied and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
         """Records that ``child`` shares the first ``pages`` with ``parent``."""
@@ -165,7 +172,7 @@ class PrefixTree:
 
     def prune(self, node: Node | None) -> None:
         """Removes pages without a holder: the last ones of a node, or the whole node and then those of its parent."""
-        while node is not None and node.copy is None:
+        while node is not None and not node.copied:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:
                 del node.names[max(held) - node.first :]

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from shadowkv.prefix_cache.copies.chains import FETCH_SECONDS, MOST_FETCH_SECONDS
-from shadowkv.prefix_cache.copies.disk_reports import Findings
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
+from shadowkv.prefix_cache.copies.copy import Copies
+from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.speeds import Speeds
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.protocol import settle
@@ -36,17 +36,17 @@ class _Awaited:
     next_look: float = 0.0
 
 
-class Arrivals:
+class Handovers:
     """The chains being waited for; to be used on the engine's thread.
 
     Args:
-        copies, findings: what the tree has.
+        copies, reports: what the tree has.
         disk: where the snapshots arrive.
         speeds: how long computing a prompt takes, which limits every wait.
     """
 
-    def __init__(self, copies: KeptCopies, findings: Findings, disk: DiskTier, speeds: Speeds) -> None:
-        self._copies, self._findings, self._disk, self._speeds = copies, findings, disk, speeds
+    def __init__(self, copies: Copies, reports: DiskReports, disk: DiskTier, speeds: Speeds) -> None:
+        self._copies, self._reports, self._disk, self._speeds = copies, reports, disk, speeds
         self._awaited: list[_Awaited] = []
 
     @property
@@ -71,10 +71,10 @@ class Arrivals:
         if one.looking is not None and one.looking.done():
             complete = not one.looking.cancelled() and one.looking.exception() is None and one.looking.result()
             one.looking, one.next_look = (one.looking if complete else None), now + LOOK_SECONDS
-        self._findings.take()  # including what has just been found
+        self._reports.take()  # including what has just been found
         missing = [name for name in one.names if not self._is_there(name)]
         # All files are there and read, but some are unusable: from another model, for example.
-        useless = complete and not self._findings.busy
+        useless = complete and not self._reports.busy
         if not missing or useless or now > one.until:
             settle(one.answer, not missing)
             return True

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.chains import MOST_FETCH_SECONDS, Chains, Step
-from shadowkv.prefix_cache.copies.disk_reports import Findings
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
-from shadowkv.prefix_cache.copies.offload import Copying
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
+from shadowkv.prefix_cache.copies.chains import MOST_FETCH_SECONDS, Chains
+from shadowkv.prefix_cache.copies.copy import Copies
+from shadowkv.prefix_cache.copies.disk_reports import DiskReports
+from shadowkv.prefix_cache.copies.offload import Offload
+from shadowkv.prefix_cache.device.tree import Node, PrefixTree, Step
 from shadowkv.prefix_cache.disk.files import SnapshotGone
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.names import Save
@@ -63,22 +63,22 @@ class Saves:
     """Requests by name that are not done yet; to be used on the engine's thread.
 
     Args:
-        tree, copies, findings: where a prompt's nodes are.
-        copying, chains: bring them down and up.
+        tree, copies, reports: where a prompt's nodes are.
+        offload, chains: bring them down and up.
         disk: stores them.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        copies: KeptCopies,
-        findings: Findings,
-        copying: Copying,
+        copies: Copies,
+        reports: DiskReports,
+        offload: Offload,
         chains: Chains,
         disk: DiskTier,
     ) -> None:
-        self._tree, self._copies, self._findings = tree, copies, findings
-        self._copying, self._chains, self._disk = copying, chains, disk
+        self._tree, self._copies, self._reports = tree, copies, reports
+        self._offload, self._chains, self._disk = offload, chains, disk
         self._saving: list[_Saving] = []
         self._restoring: list[_Restoring] = []
 
@@ -102,7 +102,7 @@ class Saves:
     def advance(self) -> None:
         """Checks the progress of every request; call it right after the tiers' own ``advance``."""
         if self.busy:
-            self._findings.take()  # so that a finished write is seen as there before it is seen as no longer on its way
+            self._reports.take()  # so that a finished write is seen as there before it is seen as no longer on its way
             self._saving = [one for one in self._saving if not self._ended(one.answer, self._save(one))]
             self._restoring = [one for one in self._restoring if not self._ended(one.answer, self._restore(one))]
 
@@ -144,7 +144,7 @@ class Saves:
         return all(self._comes_alone(one, again) for one in [*reversed([*node.ancestors]), node])
 
     def _comes_alone(self, node: Node, again: set[Node]) -> bool:
-        copy = node.copy
+        copy = self._copies.of.get(node)
         if self._is_there(node):
             return True
         if copy is None:
@@ -154,7 +154,7 @@ class Saves:
         if node in again:
             return False
         again.add(node)
-        self._copying.write(node, evicted=True)
+        self._offload.write(copy, evicted=True)
         return copy.writing is not None or self._is_there(node)
 
     def _is_there(self, node: Node) -> bool:
@@ -172,21 +172,20 @@ class Saves:
         if (failure := _failure(one.kept, f"{one.name!r} cannot be read")) is not None:
             return failure
         save, chain = one.kept.result()
-        nodes = [node for entry in chain if (node := self._copies.by_uid.get(entry.head.uid)) is not None]
-        if len(nodes) < len(chain):
-            if self._findings.busy:
+        copies = [copy for entry in chain if (copy := self._copies.by_uid.get(entry.head.uid)) is not None]
+        if len(copies) < len(chain):
+            if self._reports.busy:
                 return None
             return NotDone(f"what is saved as {one.name!r} cannot be read; the server's log says why")
         if not one.asked:
             one.asked = True
-            for node in nodes:
-                if node.copy is not None:
-                    node.copy.again = 0.0  # a request by name need not wait
-        stops = [*(node.first for node in nodes[1:]), save.tokens // PAGE]
-        steps = [Step(node, stop) for node, stop in zip(nodes, stops, strict=True)]
+            for copy in copies:
+                copy.again = 0.0  # a request by name need not wait
+        stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
+        steps = [Step(copy.node, stop) for copy, stop in zip(copies, stops, strict=True)]
         if self._chains.fetch(steps, MOST_FETCH_SECONDS) == 0.0:
             return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
-        if any(node.copy is not None and node.copy.fetching is not None for node in nodes):
+        if any(copy.fetching is not None for copy in copies):
             return None  # as long as the caller is patient
         return NotDone(
             f"what is saved as {one.name!r} could not be brought back: there is no room for it in host memory "

@@ -12,10 +12,9 @@ import torch
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.snapshot_fields import laid_out
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.copies.disk_reports import Findings
+from shadowkv.prefix_cache.copies.copy import Copies
+from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.copies.kept_copies import KeptCopies
 from shadowkv.prefix_cache.device.eviction import Eviction
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.disk.head import Head
@@ -34,8 +33,8 @@ def header(page: int) -> SnapshotHeader:
     return SnapshotHeader(FORM, start, start + PAGE, (), PAGE, False, fields, 1, nbytes)
 
 
-def kept(tree: PrefixTree, slabs: int) -> KeptCopies:
-    return KeptCopies(tree, HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts(), Eviction())
+def kept(tree: PrefixTree, slabs: int) -> Copies:
+    return Copies(tree, HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts(), Eviction())
 
 
 def test_a_chain_of_any_length_is_found_from_its_end() -> None:
@@ -66,27 +65,27 @@ def test_a_chain_of_any_length_is_found_from_its_end() -> None:
 
     tree = PrefixTree()
     copies = kept(tree, 0)
-    findings = Findings(tree, copies, FORM)
-    findings.disk = SimpleNamespace(key=KEY, token_ids=token_ids)
+    reports = DiskReports(tree, copies, FORM)
+    reports.disk = SimpleNamespace(key=KEY, token_ids=token_ids)
     for entry in reversed(entries):
-        findings.report("found", entry)
-    findings.take()
-    assert len(copies.nodes) == pages
+        reports.report("found", entry)
+    reports.take()
+    assert len(copies.of) == pages
     assert max(end for _, end in tree.along(names)) == pages
-    findings.report("lost", entries[-1])
-    findings.take()
-    assert len(copies.nodes) == pages - 1 == len(tree)
+    reports.report("lost", entries[-1])
+    reports.take()
+    assert len(copies.of) == pages - 1 == len(tree)
 
 
 def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
     """A node that has lost its copy may be cut or grow before it is copied again, and keeps its uid."""
     tree = PrefixTree()
     copies = kept(tree, 0)
-    findings = Findings(tree, copies, FORM)
-    findings.disk = SimpleNamespace(key=KEY)
+    reports = DiskReports(tree, copies, FORM)
+    reports.disk = SimpleNamespace(key=KEY)
     names = PageNames(KEY.origin()).extend_to(list(range(2 * PAGE)))
     node = tree.plant(None, 0, names[:1], False, names.origin)
-    copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), users=1))
+    copies.add(node, header(0), np.zeros(PAGE, np.uint32), users=1)
     for kind, name, wanted in (("found", 1, None), ("stored", 0, 0), ("lost", 1, 0), ("evicted", 0, None)):
         head = Head.new(
             KEY,
@@ -99,11 +98,11 @@ def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
             header=json.loads(header(0).to_json()),
             uid=node.uid,
         )
-        findings.report(kind, Entry(head, 1000, 0.0))
-        findings.take()
-        assert node.copy is not None
-        assert (node.copy.entry and node.copy.entry.name) == (None if wanted is None else names[wanted])
-    assert node.copy.evicted
+        reports.report(kind, Entry(head, 1000, 0.0))
+        reports.take()
+        copy = copies.of[node]
+        assert (copy.entry and copy.entry.name) == (None if wanted is None else names[wanted])
+    assert copy.evicted
 
 
 def test_nothing_makes_room_in_host_memory_in_vain() -> None:
@@ -112,11 +111,12 @@ def test_nothing_makes_room_in_host_memory_in_vain() -> None:
     names = PageNames(KEY.origin()).extend_to(list(range(4 * PAGE)))
     nodes = [tree.plant(None, 0, [name], False, names.origin) for name in names]
     for node in nodes:
-        copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), copies.room(64), ready=True))
+        copy = copies.add(node, header(0), np.zeros(PAGE, np.uint32))
+        copy.slabs, copy.ready = copies.room(64), True
         copies.eviction.touch(node)
-    nodes[0].copy.users = 1
+    copies.of[nodes[0]].users = 1
     assert copies.room(4 * 64) is None
-    assert copies.nodes == set(nodes), "three of them would not have been enough"
+    assert copies.of.keys() == set(nodes), "three of them would not have been enough"
     copies.eviction.touch(nodes[1])
     assert len(copies.room(2 * 64)) == 2
-    assert copies.nodes == {nodes[0], nodes[1]}, "least recently used first"
+    assert copies.of.keys() == {nodes[0], nodes[1]}, "least recently used first"
