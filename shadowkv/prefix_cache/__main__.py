@@ -121,8 +121,8 @@ def _list(args: argparse.Namespace) -> int:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
         print(f"{counted(len(rows), 'snapshot')}, {_short_size(inventory.index.bytes)}")
         for name, save in sorted(inventory.saves.items()):
-            there = "" if inventory.is_there(save) else " (lost)"
-            print(f"saved as {name}: {counted(save.tokens, 'token')}, up to {save.snapshots[-1]}{there}")
+            lost = "" if inventory.is_there(save) else " (lost)"
+            print(f"saved as {name}: {counted(save.tokens, 'token')}, up to {save.snapshots[-1]}{lost}")
     for error in inventory.bad_saves.values():
         print(error, file=sys.stderr)
     if inventory.bad:
@@ -222,7 +222,7 @@ def _short_age(seconds: float) -> str:
 
 def _printable(value: object) -> str:
     """Text from a file, on one line of a terminal."""
-    return "".join(one if one.isprintable() else "?" for one in str(value))[:200]
+    return "".join(character if character.isprintable() else "?" for character in str(value))[:200]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prefixes cached on the device: those of running sequences, and of finished ones that are kept for reuse.
+"""Prefixes of prompts by their tokens: in running sequences, in finished ones that are kept for reuse, and below.
 
 A request takes over a kept sequence where it continues nearly all of it, including its exact tail, and in its place.
 Otherwise it forks: any number of requests share pages of sequences that run or are kept.
@@ -115,12 +115,12 @@ class PrefixCache:
 
     def match(self, prompt: Prompt) -> Match | None:
         """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
-        best, along = self._whole(prompt), list(self._tree.along(prompt.shareable))
+        best, along = self._continued(prompt), list(self._tree.along(prompt.shareable))
         for node, end in along:
             for sequence, held in node.holders.items():
-                wanted = min(end, held) * PAGE
-                if best is None or wanted > best.tokens:
-                    tokens = self._cache.fork_point(sequence, wanted)
+                shared = min(end, held) * PAGE
+                if best is None or shared > best.tokens:
+                    tokens = self._cache.fork_point(sequence, shared)
                     if tokens > (best.tokens if best else 0):
                         best = Match(sequence, tokens)
         if self.lower is not None:
@@ -132,8 +132,8 @@ class PrefixCache:
         """What the tiers below have, where restoring it takes less time than computing what ``best`` lacks; otherwise
         ``best``. Starts reading what is on disk."""
         reached = best.tokens if best else 0
-        found = [(end, node) for node, end in along if end * PAGE > reached]
-        for end, node in sorted(found, key=lambda one: -one[0]):
+        candidates = [(end, node) for node, end in along if end * PAGE > reached]
+        for end, node in sorted(candidates, key=lambda candidate: -candidate[0]):
             if (way := lower.chain(node, end)) is None:
                 continue
             steps, sequence = way
@@ -149,22 +149,22 @@ class PrefixCache:
                 return Match(sequence, end * PAGE, steps=tuple(steps), until=until)
         return best
 
-    def _whole(self, wanted: Prompt) -> Match | None:
-        """The kept sequence that ``wanted`` continues.
+    def _continued(self, prompt: Prompt) -> Match | None:
+        """The kept sequence that a prompt continues.
 
-        All its full pages must be wanted, or an edited history would use up a conversation; sealed and shared tokens
-        cannot be cut off.
+        The prompt must have all of its full pages, or an edited history would use up a conversation; sealed and shared
+        tokens cannot be cut off.
         """
-        best, limit = None, len(wanted.token_ids) - 1
+        best, limit = None, len(prompt.token_ids) - 1
         for sequence, kept in self._kept.items():
             pages = len(kept.token_ids) // PAGE
-            if kept.pages.origin != wanted.pages.origin or pages > len(wanted.pages):
+            if kept.pages.origin != prompt.pages.origin or pages > len(prompt.pages):
                 continue
-            if pages and kept.pages[pages - 1] != wanted.pages[pages - 1]:
+            if pages and kept.pages[pages - 1] != prompt.pages[pages - 1]:
                 continue
             tokens = pages * PAGE
-            for one, other in zip(kept.token_ids[tokens:], wanted.token_ids[tokens:limit]):
-                if one != other:
+            for kept_id, prompt_id in zip(kept.token_ids[tokens:], prompt.token_ids[tokens:limit]):
+                if kept_id != prompt_id:
                     break
                 tokens += 1
             usable = max(1, sequence.fixed, len(kept.token_ids) // 2) <= tokens <= limit
@@ -188,10 +188,10 @@ class PrefixCache:
 
     def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
         """A sequence that has all pages of a node, this one or a kept one, and its tokens."""
-        for one, held in node.holders.items():
-            own = prompt if one is sequence else self._kept.get(one)
+        for holder, held in node.holders.items():
+            own = prompt if holder is sequence else self._kept.get(holder)
             if own is not None and held == node.end:
-                return one, own.token_ids
+                return holder, own.token_ids
         return None
 
     def keep(self, sequence: CachedSequence, prompt: Prompt) -> None:
@@ -212,7 +212,7 @@ class PrefixCache:
 
     def _take(self, match: Match, start: int, capacity: int) -> CachedSequence:
         sequence, cache = match.sequence, self._cache
-        if sequence is not None and sequence in self._kept and not match.whole:
+        if sequence is not None and sequence in self._kept and not match.takes_over:
             self._kept.move_to_end(sequence)
         if match.steps:
             assert self.lower is not None
@@ -224,7 +224,7 @@ class PrefixCache:
             return child
         assert sequence is not None
         self.counts.hit_tokens["device"] += match.tokens
-        if not match.whole:
+        if not match.takes_over:
             child = cache.fork(sequence, match.tokens, start, capacity)
             self._tree.fork(child, sequence, match.tokens // PAGE)
             return child
@@ -241,7 +241,7 @@ class PrefixCache:
             assert self.lower is not None
             return cache.restore_demand(self.lower.chains.links(match.steps), start, capacity, sequence)
         assert sequence is not None
-        if match.whole:
+        if match.takes_over:
             return cache.growth(sequence, start, capacity)
         return cache.fork_demand(sequence, match.tokens, start, capacity)
 
@@ -252,7 +252,7 @@ class PrefixCache:
 
     def blocks(self, spare: CachedSequence | None = None) -> Blocks:
         """What would be free without all kept sequences other than ``spare``."""
-        return self._cache.held(one for one in self._kept if one is not spare)
+        return self._cache.held(sequence for sequence in self._kept if sequence is not spare)
 
     def evict(self, spare: CachedSequence | None = None) -> bool:
         """Releases the least recently used kept sequence other than ``spare``; False if there is none."""

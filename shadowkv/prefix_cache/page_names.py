@@ -134,12 +134,12 @@ class PageNames(list[str]):
         return self
 
 
-def common_pages(one: Sequence[str], other: Sequence[str], first: int = 0) -> int:
-    """Number of pages, by name, that a prompt from its page ``first`` on (``one``) and a whole prompt share."""
-    low, high = 0, min(len(one), len(other) - first)
+def common_pages(run: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
+    """Number of pages, by name, that a ``run`` which begins at page ``first`` shares with a prompt."""
+    low, high = 0, min(len(run), len(prompt) - first)
     while low < high:  # a name covers all pages before it
         middle = (low + high + 1) // 2
-        if one[middle - 1] == other[first + middle - 1]:
+        if run[middle - 1] == prompt[first + middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -54,13 +54,13 @@ Answer = Future[Saved]
 """Raises SaveError; a caller that cancels it has given up."""
 
 
-def settle(answer: Future[Any], found: object) -> None:
+def settle(answer: Future[Any], outcome: object) -> None:
     """Sets a result, or an exception, unless the future is done or the caller has given up."""
     if not answer.done() and answer.set_running_or_notify_cancel():
-        if isinstance(found, Exception):
-            answer.set_exception(found)
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
         else:
-            answer.set_result(found)
+            answer.set_result(outcome)
 
 
 class SaveError(Exception):

@@ -67,12 +67,12 @@ class DiskReports:
             assert self.disk is not None
             if entry.head.key != self.disk.key.digest:
                 continue  # another model's
-            copy, there = self._copies.by_uid.get(entry.head.uid), kind in ("found", "stored")
+            copy, stored = self._copies.by_uid.get(entry.head.uid), kind in ("found", "stored")
             if copy is None:
-                if there:
+                if stored:
                     self._named.append((entry, self.disk.token_ids(entry)))
             elif copy.node.names[-1] == entry.name:  # else of fewer or more of its pages
-                if there:
+                if stored:
                     copy.found(entry)
                 else:
                     copy.removed(evicted=kind == "evicted")
@@ -83,11 +83,11 @@ class DiskReports:
 
     def _plant_all(self, entry: Entry, ids: Future[np.ndarray]) -> None:
         """Adds the node of a file, and those of all that continues it and was found before it."""
-        found = [(entry, ids)]
-        while found:
-            entry, ids = found.pop()
+        waiting = [(entry, ids)]
+        while waiting:
+            entry, ids = waiting.pop()
             if self._plant(entry, ids):
-                found += self._orphans.pop(entry.head.uid, ())
+                waiting += self._orphans.pop(entry.head.uid, ())
 
     def _plant(self, entry: Entry, ids: Future[np.ndarray]) -> bool:
         """Adds the node of a file that another process wrote, or this server before a restart; returns whether that was

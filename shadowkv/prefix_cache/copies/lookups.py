@@ -40,10 +40,8 @@ class Lookups:
 
     def hold(self, prompt: Prompt, match: Match | None, copies: Copies) -> None:
         """Holds what a match restores, replacing what was held for the prompt."""
-        held, restored = (
-            self._held.get(prompt, ()),
-            tuple(copies.of[step.node] for step in match.steps) if match else (),
-        )
+        held = self._held.get(prompt, ())
+        restored = tuple(copies.of[step.node] for step in match.steps) if match else ()
         if restored == held:
             return
         if not self._fit(restored, copies):

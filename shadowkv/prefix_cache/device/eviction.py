@@ -35,8 +35,8 @@ def keep_score(node: Node, now: float) -> float:
     """
     continuing = node.children if node.parent is None else [node, *node.children]
     score = HIT * node.hits - SECOND * (now - node.used)
-    for one in continuing:  # a loop: thousands of nodes are scored at a time
-        weight = FIRST_USE + MORE_USE * one.hits
+    for end in continuing:  # a loop: thousands of nodes are scored at a time
+        weight = FIRST_USE + MORE_USE * end.hits
         score += EDGE + WEIGHT * (weight if weight < MOST_USE else MOST_USE)
     return score
 
@@ -63,14 +63,14 @@ class Eviction:
     def touch(self, node: Node, hits: int = 0) -> None:
         """Records a use of a node and of all that it continues; ``hits`` are requests that need not compute them."""
         now = self._now()
-        for one in (node, *node.ancestors):
-            one.used = now
-            one.hits += hits
+        for touched in (node, *node.ancestors):
+            touched.used = now
+            touched.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes in eviction order: none before a node that continues it, which would be useless without it."""
         now = self._now()
-        deepest_first = sorted(nodes, key=lambda one: -one.first)
+        deepest_first = sorted(nodes, key=lambda node: -node.first)
         scores = {node: self._score(node, now) for node in deepest_first}
         for node in deepest_first:
             if node.parent in scores:

@@ -35,7 +35,7 @@ class Match:
     Attributes:
         sequence: the one on the device that has it, or what precedes ``steps``; None where these have all of it.
         tokens: its length; at least one prompt token is left to compute.
-        whole: whether the sequence itself, which is not in use, can be taken over; otherwise it is forked.
+        takes_over: whether the sequence itself, which is not in use, can be taken over; otherwise it is forked.
         steps: what is to be restored from the tiers below.
         until: when to stop waiting for the part that is on its way from the disk, by ``time.monotonic``; 0 where all is
             in host memory.
@@ -43,7 +43,7 @@ class Match:
 
     sequence: CachedSequence | None
     tokens: int
-    whole: bool = False
+    takes_over: bool = False
     steps: tuple[Step, ...] = ()
     until: float = 0.0
 

@@ -93,15 +93,15 @@ class Index:
     def chain(self, name: str) -> list[Entry]:
         """The snapshots that lead to one, from a prompt's first token on, with itself last; empty if one of them is
         missing or is not what the next was computed on."""
-        found: list[Entry] = []
+        chain: list[Entry] = []
         with self._lock:
             while name:
                 entry = self._entries.get(name)
                 if entry is None or not self.fits(entry.head):
                     return []
-                found.append(entry)
+                chain.append(entry)
                 name = entry.head.parent
-        return found[::-1]
+        return chain[::-1]
 
     def fits(self, head: Head) -> bool:
         """Whether the snapshot that ``head`` continues is there, and is the one that it was computed on."""
@@ -123,9 +123,9 @@ class Index:
         that one."""
         entries = self.entries()
         used = {entry.name: entry.used for entry in entries}
-        for entry in sorted(entries, key=lambda one: -one.head.start):
+        for entry in sorted(entries, key=lambda entry: -entry.head.start):
             if entry.head.parent in used:
                 used[entry.head.parent] = max(used[entry.head.parent], used[entry.name])
-        order = {one.name: (self.fits(one.head), used[one.name], -one.head.start) for one in entries}
-        others = [replace(one, used=used[one.name]) for one in entries if one.name not in keep]
-        return sorted(others, key=lambda one: order[one.name])
+        order = {entry.name: (self.fits(entry.head), used[entry.name], -entry.head.start) for entry in entries}
+        others = [replace(entry, used=used[entry.name]) for entry in entries if entry.name not in keep]
+        return sorted(others, key=lambda entry: order[entry.name])

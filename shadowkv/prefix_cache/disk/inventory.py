@@ -39,28 +39,28 @@ class Inventory:
     @classmethod
     def of(cls, directory: Path) -> Inventory:
         """Reads all headers; raises OSError where the directory cannot be read."""
-        found = cls(directory, Index(), {}, *Names(directory, FileSystem()).all())
+        inventory = cls(directory, Index(), {}, *Names(directory, FileSystem()).all())
         for name in sorted(snapshot_names(directory, FileSystem())):
             try:
                 head, status = read_head(directory, name)
-                found.index.add(Entry(head, status.st_size, status.st_mtime))
+                inventory.index.add(Entry(head, status.st_size, status.st_mtime))
             except FileNotFoundError:
                 pass  # a server has removed it
             except BadSnapshot as error:
-                found.bad[name] = error
+                inventory.bad[name] = error
             except OSError as error:
-                found.bad[name] = BadSnapshot(directory / file_name(name), f"it cannot be read, {error.strerror}")
-        return found
+                inventory.bad[name] = BadSnapshot(directory / file_name(name), f"it cannot be read, {error.strerror}")
+        return inventory
 
     def named(self, text: str) -> str:
         """The one name that begins with ``text``, which may also be a file name; raises ValueError if there is not
         exactly one."""
         text = Path(text).name.removesuffix(file_name(""))
-        found = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
-        if len(found) == 1 and text:
-            return found[0]
-        many = f"the names of {counted(len(found), 'snapshot')} begin" if found else "no snapshot's name begins"
-        raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_snapshot_name(text) else ' (see ls)'}")
+        matching = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
+        if len(matching) == 1 and text:
+            return matching[0]
+        these = f"the names of {counted(len(matching), 'snapshot')} begin" if matching else "no snapshot's name begins"
+        raise ValueError(f"{these} with {text!r} in {self.directory}{'' if is_snapshot_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:
         """Every snapshot's facts, the most recently used first."""
@@ -79,7 +79,7 @@ class Inventory:
                 "facts": dict(entry.head.facts),
                 "saved_as": sorted(name for name, save in self.saves.items() if entry.name in save.snapshots),
             }
-            for entry in sorted(self.index.entries(), key=lambda one: (-one.used, one.name))
+            for entry in sorted(self.index.entries(), key=lambda entry: (-entry.used, entry.name))
         ]
 
     def is_there(self, save: Save) -> bool:
@@ -118,13 +118,13 @@ class Inventory:
         """What to remove so that at most ``limit`` bytes stay and nothing unused for ``age`` seconds; in order, and
         nothing that is to ``keep``."""
         entries, total = self.index.by_age(keep), self.index.bytes
-        found = []
+        surplus = []
         for entry in entries:
             over = limit is not None and total > limit
             if over or (age is not None and time.time() - entry.used > age):
-                found.append(entry)
+                surplus.append(entry)
                 total -= entry.file_bytes
-        return found
+        return surplus
 
     def remove(self, name: str) -> None:
         """Removes a snapshot's file; raises OSError."""

@@ -145,34 +145,34 @@ class Names:
         """Forgets a name, even with a bad file; raises UnknownName and OSError."""
         path = self.path(name)
         try:
-            there = path.name in self._files.names(path.parent)
+            exists = path.name in self._files.names(path.parent)
         except FileNotFoundError:
-            there = False
-        if not there:
+            exists = False
+        if not exists:
             raise UnknownName(f"nothing is saved as {name!r}")
         self._files.remove(path)
 
     def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
         """What every name keeps, and what is wrong with the files of other names; raises OSError."""
-        found: dict[str, Save] = {}
+        saves: dict[str, Save] = {}
         bad: dict[str, UnusableName] = {}
         try:
             files = sorted(self._files.names(self._folder))
         except FileNotFoundError:
-            return found, bad
+            return saves, bad
         for file in files:
             name = file.removesuffix(SUFFIX)
             if name == file:
                 continue
             try:
-                found[name] = self.read(name)
+                saves[name] = self.read(name)
             except UnknownName:
                 pass  # it has just been forgotten
             except UnusableName as error:
                 bad[name] = error
             except ValueError:
                 pass  # this name cannot have been saved under
-        return found, bad
+        return saves, bad
 
     def refresh(self) -> frozenset[str]:
         """The current ``pins``, read again where the folder has changed; raises OSError."""
@@ -184,10 +184,10 @@ class Names:
         seen, pins, complained = self._known
         if changed != seen:
             now = time.time_ns()
-            found, bad = self.all()
+            saves, bad = self.all()
             for name in bad.keys() - complained:
                 logger.warning("%s", bad[name])
-            pins = frozenset(snapshot for save in found.values() for snapshot in save.snapshots)
+            pins = frozenset(snapshot for save in saves.values() for snapshot in save.snapshots)
             self._known = changed if now - changed > CLOCK_NANOSECONDS else None, pins, frozenset(bad)
         return pins
 

@@ -35,15 +35,15 @@ _NAME_FILE = re.compile(f"{FOLDER}/({SAVE_NAME}){re.escape(SUFFIX)}")
 
 def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
     """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name in names:
         if name in inventory.bad:
             raise ValueError(str(inventory.bad[name]))
         chain = inventory.index.chain(name)
         if not chain:
             raise ValueError(f"what {name} continues is not there, or not what it was computed on")
-        found |= {entry.name: entry for entry in chain}
-    return list(found.values())
+        entries |= {entry.name: entry for entry in chain}
+    return list(entries.values())
 
 
 def chosen(inventory: Inventory, texts: Sequence[str]) -> tuple[list[Entry], dict[str, Save]]:
@@ -189,10 +189,10 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
     if names.write(name, save, replace=False):
         return "imported"
     try:
-        there = names.read(name)
+        existing = names.read(name)
     except UnusableName as error:
         return f"refused: {error}"
-    if replace(there, saved=save.saved) != save:
+    if replace(existing, saved=save.saved) != save:
         return f"refused: something else is saved as {name!r} here; forget that first"
     return "there already"
 

@@ -62,24 +62,26 @@ class Handovers:
 
     def advance(self) -> None:
         """Checks the progress of every wait."""
-        self._awaited = [one for one in self._awaited if not self._ended(one)]
+        self._awaited = [awaited for awaited in self._awaited if not self._ended(awaited)]
 
-    def _ended(self, one: _Awaited) -> bool:
-        if one.answer.cancelled():
+    def _ended(self, awaited: _Awaited) -> bool:
+        if awaited.answer.cancelled():
             return True
         now, complete = time.monotonic(), False
-        if one.looking is not None and one.looking.done():
-            complete = not one.looking.cancelled() and one.looking.exception() is None and one.looking.result()
-            one.looking, one.next_look = (one.looking if complete else None), now + LOOK_SECONDS
+        if awaited.looking is not None and awaited.looking.done():
+            complete = (
+                not awaited.looking.cancelled() and awaited.looking.exception() is None and awaited.looking.result()
+            )
+            awaited.looking, awaited.next_look = (awaited.looking if complete else None), now + LOOK_SECONDS
         self._reports.take()  # including what has just been found
-        missing = [name for name in one.names if not self._is_there(name)]
+        missing = [name for name in awaited.names if not self._is_there(name)]
         # All files are there and read, but some are unusable: from another model, for example.
         useless = complete and not self._reports.busy
-        if not missing or useless or now > one.until:
-            settle(one.answer, not missing)
+        if not missing or useless or now > awaited.until:
+            settle(awaited.answer, not missing)
             return True
-        if one.looking is None and now >= one.next_look:
-            one.looking = self._disk.look(missing)
+        if awaited.looking is None and now >= awaited.next_look:
+            awaited.looking = self._disk.look(missing)
         return False
 
     def _is_there(self, name: str) -> bool:
@@ -88,6 +90,6 @@ class Handovers:
 
     def abandon(self) -> None:
         """Answers all that are still waiting: nothing will arrive any more."""
-        for one in self._awaited:
-            settle(one.answer, False)
+        for awaited in self._awaited:
+            settle(awaited.answer, False)
         self._awaited = []

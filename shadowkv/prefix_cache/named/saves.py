@@ -107,41 +107,41 @@ class Saves:
             self._restoring = [one for one in self._restoring if not self._ended(one.answer, self._restore(one))]
 
     @staticmethod
-    def _ended(answer: Answer, found: Saved | SaveError | None) -> bool:
-        if found is None:
+    def _ended(answer: Answer, outcome: Saved | SaveError | None) -> bool:
+        if outcome is None:
             return answer.cancelled()
-        settle(answer, found)
+        settle(answer, outcome)
         return True
 
-    def _save(self, one: _Saving) -> Saved | SaveError | None:
+    def _save(self, saving: _Saving) -> Saved | SaveError | None:
         """The result, None while it is on its way."""
-        if one.keeping is not None:
-            saved, keeping = one.keeping
+        if saving.keeping is not None:
+            saved, keeping = saving.keeping
             if not keeping.done():
                 return None
             if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
-                return _failure(keeping, f"{one.name!r} cannot be written") or saved
-            one.keeping = None  # a file was removed: it may be written once more
-        for node in one.nodes:
+                return _failure(keeping, f"{saving.name!r} cannot be written") or saved
+            saving.keeping = None  # a file was removed: it may be written once more
+        for node in saving.nodes:
             if chain := self._disk.chain(node.names[-1]):
                 names = tuple(entry.name for entry in chain)
-                saved = Saved(one.pages * PAGE, sum(entry.file_bytes for entry in chain), names)
-                if one.name is None:
+                saved = Saved(saving.pages * PAGE, sum(entry.file_bytes for entry in chain), names)
+                if saving.name is None:
                     return saved
-                one.keeping = saved, self._disk.keep(one.name, saved.tokens, chain)
+                saving.keeping = saved, self._disk.keep(saving.name, saved.tokens, chain)
                 return None
-        if any(self._comes(node, one.again) for node in one.nodes):
+        if any(self._comes(node, saving.again) for node in saving.nodes):
             return None
-        kind = ComputedTwice if any(self._is_anothers(node) for node in one.nodes) else NotDone
+        kind = ComputedTwice if any(self._is_anothers(node) for node in saving.nodes) else NotDone
         return kind(
-            f"the {one.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
+            f"the {saving.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
             "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
             "the disk fails; the server's log says more"
         )
 
     def _comes(self, node: Node, again: set[Node]) -> bool:
         """Whether a node and all that it continues are on the disk or on their way there."""
-        return all(self._comes_alone(one, again) for one in [*reversed([*node.ancestors]), node])
+        return all(self._comes_alone(link, again) for link in [*reversed([*node.ancestors]), node])
 
     def _comes_alone(self, node: Node, again: set[Node]) -> bool:
         copy = self._copies.of.get(node)
@@ -163,22 +163,22 @@ class Saves:
 
     def _is_anothers(self, node: Node) -> bool:
         """Whether the disk holds the same tokens with other bytes, for a node or for one that it continues."""
-        return any(self._disk.lookup(one.names[-1]) and not self._is_there(one) for one in (node, *node.ancestors))
+        return any(self._disk.lookup(link.names[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
 
-    def _restore(self, one: _Restoring) -> Saved | SaveError | None:
+    def _restore(self, restoring: _Restoring) -> Saved | SaveError | None:
         """The result, None while it is on its way."""
-        if not one.kept.done():
+        if not restoring.kept.done():
             return None
-        if (failure := _failure(one.kept, f"{one.name!r} cannot be read")) is not None:
+        if (failure := _failure(restoring.kept, f"{restoring.name!r} cannot be read")) is not None:
             return failure
-        save, chain = one.kept.result()
+        save, chain = restoring.kept.result()
         copies = [copy for entry in chain if (copy := self._copies.by_uid.get(entry.head.uid)) is not None]
         if len(copies) < len(chain):
             if self._reports.busy:
                 return None
-            return NotDone(f"what is saved as {one.name!r} cannot be read; the server's log says why")
-        if not one.asked:
-            one.asked = True
+            return NotDone(f"what is saved as {restoring.name!r} cannot be read; the server's log says why")
+        if not restoring.asked:
+            restoring.asked = True
             for copy in copies:
                 copy.again = 0.0  # a request by name need not wait
         stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
@@ -188,7 +188,7 @@ class Saves:
         if any(copy.fetching is not None for copy in copies):
             return None  # as long as the caller is patient
         return NotDone(
-            f"what is saved as {one.name!r} could not be brought back: there is no room for it in host memory "
+            f"what is saved as {restoring.name!r} could not be brought back: there is no room for it in host memory "
             "(--kv-offload-gib), or its files cannot be read; the server's log says more"
         )
 
