@@ -23,7 +23,8 @@ from shadowkv.prefix_cache.copies.mover import Mover
 from shadowkv.prefix_cache.copies.offload import Offload
 from shadowkv.prefix_cache.copies.speeds import Speeds
 from shadowkv.prefix_cache.device.eviction import Eviction
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree, Step
+from shadowkv.prefix_cache.device.matches import Step
+from shadowkv.prefix_cache.device.tree import Node, PrefixTree
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.named.handovers import Handovers

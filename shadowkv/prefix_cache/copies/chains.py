@@ -15,7 +15,8 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.copies.mover import Mover, StreamArrival
 from shadowkv.prefix_cache.copies.speeds import Speeds
-from shadowkv.prefix_cache.device.tree import Node, Step
+from shadowkv.prefix_cache.device.matches import Step
+from shadowkv.prefix_cache.device.tree import Node
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.stats import TierCounts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.device.tree import Step
+from shadowkv.prefix_cache.device.tree import Node
 from shadowkv.prefix_cache.page_names import PageNames
 
 
@@ -26,6 +26,14 @@ class Prompt:
     def shareable(self) -> list[str]:
         """Names of the pages that another sequence may compute for it: at least one token is left over."""
         return self.pages[: (len(self.token_ids) - 1) // PAGE]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node of a chain that is to be restored, and the page up to which it is used."""
+
+    node: Node
+    stop: int
 
 
 @dataclass(frozen=True)

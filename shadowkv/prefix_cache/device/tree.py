@@ -58,14 +58,6 @@ class Node:
             node = node.parent
 
 
-@dataclass(frozen=True)
-class Step:
-    """A node of a chain that is to be restored, and the page up to which it is used."""
-
-    node: Node
-    stop: int
-
-
 class PrefixTree:
     """All nodes, and each sequence's path through them.
 

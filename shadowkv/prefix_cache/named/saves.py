@@ -15,7 +15,8 @@ from shadowkv.prefix_cache.copies.chains import MOST_FETCH_SECONDS, Chains
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.offload import Offload
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree, Step
+from shadowkv.prefix_cache.device.matches import Step
+from shadowkv.prefix_cache.device.tree import Node, PrefixTree
 from shadowkv.prefix_cache.disk.files import SnapshotGone
 from shadowkv.prefix_cache.disk.index import Entry
 from shadowkv.prefix_cache.disk.names import Save
