@@ -25,7 +25,7 @@ import torch
 
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Scheduler
+from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks

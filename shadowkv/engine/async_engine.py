@@ -15,9 +15,9 @@ from typing import Any
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
-from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure

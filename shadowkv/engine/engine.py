@@ -7,29 +7,37 @@ running sequence; requests join and leave between any two steps.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.decode_steps import Chosen, DecodeSteps, Selected
-from shadowkv.engine.detokenizer import Detokenizer
-from shadowkv.engine.devices import current, device_of
-from shadowkv.engine.loading import graphs_up_to, load_engine_parts
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.prefills import PrefillAtWork, Prefills
-from shadowkv.engine.prefix_caching import check_disk_dir, open_prefix_cache
-from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.request import Detokenizer, Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.request_factory import RequestFactory
-from shadowkv.engine.runner import Runner
-from shadowkv.engine.sampling_defaults import checked, in_words, sampling_of_directory
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.scheduling.decode_steps import Chosen, DecodeSteps, Selected
+from shadowkv.engine.scheduling.prefill_queue import PrefillAtWork, PrefillQueue
+from shadowkv.engine.scheduling.scheduler import Running, Scheduler
+from shadowkv.engine.startup.loading import (
+    checked_defaults,
+    current,
+    defaults_in_words,
+    device_of,
+    graphs_up_to,
+    load_engine_parts,
+    sampling_of_directory,
+)
+from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_prefix_cache
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import CachedSequence
@@ -113,11 +121,11 @@ class Engine:
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.sampling_defaults = checked(loaded.sampling if asked is None else asked)
-        self.notes += in_words(self.sampling_defaults)
+        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked)
+        self.notes += defaults_in_words(self.sampling_defaults)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
-        self.prefills = Prefills(self.runner, self.scheduler)
+        self.prefill_queue = PrefillQueue(self.runner, self.scheduler)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
@@ -177,7 +185,7 @@ class Engine:
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:
             self.scheduler.finish(running, keep=False)
-        elif (prefill := self.prefills.of(request_id)) is not None:
+        elif (prefill := self.prefill_queue.of(request_id)) is not None:
             self._aborted.add(request_id)
             if all(r.request.request_id in self._aborted for r in prefill.rows):
                 self._drop_prefill(prefill)
@@ -185,12 +193,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self.prefills.at_work)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.prefill_queue.at_work)
 
     @property
     def num_running(self) -> int:
         """Requests that own a sequence."""
-        return len(self.scheduler.running) + self.prefills.num_requests
+        return len(self.scheduler.running) + self.prefill_queue.num_requests
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
@@ -204,8 +212,8 @@ class Engine:
         """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         with current(self.device):
-            self.prefills.start()
-            if self.prefills.at_work:
+            self.prefill_queue.start()
+            if self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
@@ -240,9 +248,9 @@ class Engine:
             gap = QUEUED_TOKEN_GAP if queued else TOKEN_GAP
             seconds = max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
         try:
-            ended = self.prefills.advance(seconds)
+            ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
-            dropped = self._drop_prefill(self.prefills.at_work[-1])
+            dropped = self._drop_prefill(self.prefill_queue.at_work[-1])
             if not isinstance(error, Exception):
                 raise
             message = _explain(error)
@@ -265,7 +273,7 @@ class Engine:
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
-        self.prefills.drop(prefill)
+        self.prefill_queue.drop(prefill)
         wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
         return wanted
@@ -381,3 +389,27 @@ def _explain(error: Exception) -> str:
         raise error
     logger.error("requests failed", exc_info=error)
     return f"internal error ({type(error).__name__}); the log has the details"
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Within, a Ctrl-C takes effect when the yielded function is called, or at the end: in the middle of a step of an
+    engine it would leak pages and slots."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # nothing to raise here
+        return
+    pending: list[Any] = []
+
+    def deliver() -> None:
+        if pending:
+            signum, frame = pending.pop()
+            pending.clear()
+            handler(signum, frame)
+
+    try:
+        signal.signal(signal.SIGINT, lambda signum, frame: pending.append((signum, frame)))
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        deliver()

@@ -12,8 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.engine import Engine
-from shadowkv.engine.interrupts import interrupts_deferred
+from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import TokenSelections

@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterable
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.grammar import GrammarCompiler
-from shadowkv.engine.prefix_caching import Origin
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Scheduler
+from shadowkv.engine.scheduling.scheduler import Scheduler
+from shadowkv.engine.startup.prefix_cache import Origin
+from shadowkv.engine.structured.grammar import GrammarCompiler
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.device.matches import Prompt

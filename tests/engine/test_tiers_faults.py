@@ -27,7 +27,7 @@ from shadowkv import LLM
 from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.scheduler import Leader, Sharing
+from shadowkv.engine.scheduling.scheduler import Leader, Sharing
 from shadowkv.kvcache.memory import OutOfBlocks
 from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
 from shadowkv.prefix_cache.disk.filesystem import FileSystem

@@ -116,7 +116,7 @@ def test_what_another_policy_has_written_is_not_waited_for(serve: Serve) -> None
 def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
     monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
-    monkeypatch.setattr("shadowkv.engine.transfers.SENDING_SECONDS", 0.3)
+    monkeypatch.setattr("shadowkv.engine.handovers.SENDING_SECONDS", 0.3)
     with serve(role="prefill") as prefill:
         disk.held = ("write",)
         assert prefill.done("/v1/completions", prompt=PROMPT, **SENT)["kv_transfer_params"] is None

@@ -1,17 +1,19 @@
-"""Builds what an engine runs on: the model, and a cache sized to the available memory."""
+"""Builds what an engine runs on: its device, the model with its sampling defaults, and a cache sized to the memory."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.crossover import dense_below
-from shadowkv.engine.devices import device_of
-from shadowkv.engine.prefix_caching import in_words
-from shadowkv.engine.sizing import likely_cache_bytes, size_cache
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.startup.crossover import dense_below
+from shadowkv.engine.startup.prefix_cache import in_words
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
@@ -19,9 +21,10 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops
-from shadowkv.wording import GIB, counted
+from shadowkv.wording import GIB, SettingsError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -150,3 +153,60 @@ def backend_lines(ops: Ops, device: torch.device, eager: bool, more: Iterable[st
     if device.type == "cuda" and ops.synchronising and not eager:
         lines.append(f"graphs  none, as with enforce_eager: the host waits for {', '.join(ops.synchronising)}")
     return lines
+
+
+def device_of(name: str) -> torch.device:
+    """The device named ``name``, a GPU with its number; raises ValueError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"device={name!r} is not auto, cpu, cuda or cuda:N", ["device"]) from error
+    if device.type not in DEFAULT_UTILIZATION:
+        raise SettingsError(f"device={name!r} is not supported; use cpu or cuda", ["device"])
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        there = counted(count, "CUDA device")
+        raise SettingsError(f"device={name!r} is not there: this machine has {there}", ["device"])
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def current(device: torch.device) -> torch.accelerator.device_index:
+    """A context in which ``device`` is the thread's current one: tensors know where they are; events, streams, graphs
+    and Triton's launches go to that one."""
+    return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
+
+
+def sampling_of_directory(name: str) -> dict[str, Any] | None:
+    """What ``--generation-config`` gives instead of the model's own file; None for that one ("auto").
+
+    Raises ValueError for a directory without such a file, or with one that cannot be used.
+    """
+    if name == "auto":
+        return None
+    if name == "vllm":
+        return {}
+    directory = Path(name).expanduser()
+    if not (directory / GENERATION_CONFIG).is_file():
+        reason = f"is neither 'auto', 'vllm' nor a folder with {GENERATION_CONFIG}"
+        raise SettingsError(f"generation_config={name!r} {reason}", ["generation_config"])
+    return read_sampling(directory)
+
+
+def checked_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``defaults``, if a request may ask for them; raises ValueError."""
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        remedy = "correct it, or leave it out with generation_config='vllm'"
+        raise SettingsError(f"{GENERATION_CONFIG}: {error}; {remedy}", ["generation_config"]) from error
+    return dict(defaults)
+
+
+def defaults_in_words(defaults: Mapping[str, Any]) -> list[str]:
+    """Lines for the start of a server."""
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return [f"sample  {values} where a request does not say ({GENERATION_CONFIG})"] if defaults else []

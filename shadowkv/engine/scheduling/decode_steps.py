@@ -12,10 +12,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from shadowkv.engine.pacing import Mark
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.engine.runner import Runner
-from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.scheduling.pacing import Mark
+from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.selections import SelectionRecord, TokenSelections
 
 Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.spec import PAGE, KVSpec

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks

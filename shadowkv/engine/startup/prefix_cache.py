@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.sizing import offload_bytes
+from shadowkv.engine.startup.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.engine.constraint import Constraint
-from shadowkv.engine.json_schema import check_schema, refusal
 from shadowkv.engine.request import RequestError
+from shadowkv.engine.structured.json_schema import check_schema, refusal
 
 if TYPE_CHECKING:
     import xgrammar
@@ -59,9 +58,9 @@ class GrammarCompiler:
             reason = LOG_PREFIX.sub("", str(error)).strip()
             raise refusal(reason or "xgrammar gives no reason; simpler patterns may do") from error
 
-    def constraint(self, schema: str, one_line: bool = False) -> Constraint:
+    def constraint(self, schema: str, one_line: bool = False) -> GrammarConstraint:
         """A new position at the start of ``schema``'s grammar; raises RequestError as ``compile`` does."""
-        return Constraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
+        return GrammarConstraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
 
     def _build(self) -> xgrammar.GrammarCompiler:
         import xgrammar
@@ -77,6 +76,33 @@ class GrammarCompiler:
         self._allowed = _without_control_characters(info.decoded_vocab, self._vocab_size)
         threads = max(1, torch.get_num_threads() // 2)  # the other threads are for requests being served
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+
+
+class GrammarConstraint:
+    """Position of one request in its grammar."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor) -> None:
+        import xgrammar
+
+        self._allowed = allowed
+        self._apply = xgrammar.apply_token_bitmask_inplace
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def mask(self, logits: Tensor) -> None:
+        """Sets the logits [V] of tokens that may not come next to -inf, in place."""
+        self._matcher.fill_next_token_bitmask(self._mask, 0)
+        self._mask &= self._allowed
+        self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
+
+    def accept(self, token: int) -> bool:
+        """Accepts the chosen token; False if it may not come next, as for any token where the grammar is stuck."""
+        return bool(self._matcher.accept_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more may follow."""
+        return bool(self._matcher.is_terminated())
 
 
 def _without_control_characters(vocabulary: list[bytes], vocab_size: int) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shadowkv.engine.cuda_graphs import CudaGraphs
-from shadowkv.engine.prefill import pieces, prefill
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs
+from shadowkv.engine.execution.prefill import pieces, prefill
+from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.engine.sampler import Sampler, logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import CachedSequence

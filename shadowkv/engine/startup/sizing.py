@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowkv.engine.pacing import Stopwatch
-from shadowkv.engine.runner import Runner
-from shadowkv.engine.scheduler import Leader, Running, Scheduler
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.pacing import Stopwatch
+from shadowkv.engine.scheduling.scheduler import Leader, Running, Scheduler
 
 CAPTURE_SECONDS = 0.05
 """Time in a slice of prefill that is left to the host to make a graph: a token waits for that, and for the launches of
@@ -46,7 +46,7 @@ class PrefillAtWork:
         return [Leader(x.prompt, int(left * (len(x.prompt_token_ids) - x.cached_tokens))) for x in requests]
 
 
-class Prefills:
+class PrefillQueue:
     """Starts a scheduler's prefills and continues them.
 
     A short one starts where the current long one is paused, and is finished first. Another does so only when the long
