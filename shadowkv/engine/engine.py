@@ -164,11 +164,11 @@ class Engine:
 
         Raises RequestError if the request's id is in use, ValueError if the sequence is not the prompt's.
         """
-        wanted = len(request.prompt_token_ids), request.capacity
-        if (sequence.length, sequence.capacity) != wanted:
+        expected = len(request.prompt_token_ids), request.capacity
+        if (sequence.length, sequence.capacity) != expected:
             raise ValueError(
                 f"a sequence of {sequence.length} tokens with room for {sequence.capacity} is none of a prompt of "
-                f"{wanted[0]} that may grow to {wanted[1]}"
+                f"{expected[0]} that may grow to {expected[1]}"
             )
         self._open(request)
         running = Running(request, sequence)
@@ -260,26 +260,26 @@ class Engine:
     def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
-        new = sum(len(one.request.prompt_token_ids) - one.request.cached_tokens for one in done)
+        new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
-        rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
-        for one in done:
-            if one.request.request_id in self._aborted:
-                self.scheduler.finish(one, keep=False)
+        rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]
+        for running in done:
+            if running.request.request_id in self._aborted:
+                self.scheduler.finish(running, keep=False)
         self._forget_aborted(prefill)
         kept = [done[row] for row in rows]
-        chosen = self.runner.sampler.sample(logits[rows], [one.request for one in kept])
+        chosen = self.runner.sampler.sample(logits[rows], [running.request for running in kept])
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
         self.prefill_queue.drop(prefill)
-        wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
+        requests = [running.request for running in prefill.rows if running.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
-        return wanted
+        return requests
 
     def _forget_aborted(self, prefill: PrefillAtWork) -> None:
-        self._aborted.difference_update(one.request.request_id for one in prefill.rows)
+        self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
     def _decode(self) -> list[RequestOutput]:
         try:
@@ -303,24 +303,24 @@ class Engine:
         selected: Selected | None = None,
     ) -> list[RequestOutput]:
         tokens, logprobs, finite = chosen
-        alive = {id(one) for one in self.scheduler.running}
+        alive = {id(running) for running in self.scheduler.running}
         outputs = []
-        for row, one in enumerate(rows):
-            if id(one) not in alive:
+        for row, running in enumerate(rows):
+            if id(running) not in alive:
                 continue  # ended while the step was in flight
             if not finite[row]:
-                outputs.append(self._fail(one, "the model's logits are not finite (NaN or infinity)"))
+                outputs.append(self._fail(running, "the model's logits are not finite (NaN or infinity)"))
                 continue
             try:
-                scores = None if hidden is None else self._score(one.request, hidden[row])
-                output = self._take_token(one, tokens[row], logprobs[row])
+                scores = None if hidden is None else self._score(running.request, hidden[row])
+                output = self._take_token(running, tokens[row], logprobs[row])
                 if scores is not None:
                     output = replace(output, prompt_logprobs=scores)
-                if one.request.params.return_selections:
+                if running.request.params.return_selections:
                     output = replace(output, selections=[(selected or {}).get(row)] * len(output.token_ids))
                 outputs.append(output)
             except Exception as error:  # the others continue
-                outputs.append(self._fail(one, _explain(error)))
+                outputs.append(self._fail(running, _explain(error)))
         return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:

@@ -78,8 +78,8 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams(**self.engine.sampling_defaults)] * len(ids)
         requests = [
-            self.engine.request(f"prompt-{next(self._numbers)}", tokens, one)
-            for tokens, one in zip(ids, params, strict=True)
+            self.engine.request(f"prompt-{next(self._numbers)}", tokens, request_params)
+            for tokens, request_params in zip(ids, params, strict=True)
         ]
         answers = {request.request_id: Completion(request.prompt_token_ids) for request in requests}
         with interrupts_deferred() as interruptible:

@@ -45,32 +45,32 @@ def prefill(
     batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
     size, layers = BLOCK_TOKENS[cache.device.type], cast("list[DecoderLayer]", list(model.layers))
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
-    there, last = upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
+    ids, last = upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
     try:
         if batch.num_tokens <= size:
-            hidden = yield from _in_one_block(model.embed(there), layers, cache, batch, None if scored else last)
+            hidden = yield from _in_one_block(model.embed(ids), layers, cache, batch, None if scored else last)
         else:
             x = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
-            for some, ids in zip(x.split(size), there.split(size), strict=True):
-                some.copy_(model.embed(ids))
+            for part, part_ids in zip(x.split(size), ids.split(size), strict=True):
+                part.copy_(model.embed(part_ids))
             hidden = yield from _in_blocks(x, layers, cache, batch, scored)
     finally:
         cache.leave_prefill()
     cache.end_prefill(batch)
     if not scored:
         return model.logits(hidden), []
-    return model.logits(hidden[last]), [hidden[one.start : one.stop] for one in batch.new]
+    return model.logits(hidden[last]), [hidden[block.start : block.stop] for block in batch.new]
 
 
 def _in_one_block(
-    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, wanted: Tensor | None
+    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, rows: Tensor | None
 ) -> Generator[None, None, Tensor]:
     """Takes the residual stream [T, D] through all layers, and returns it with what the last one adds: for the rows
-    ``wanted`` int64 [n] only, if these are given."""
+    ``rows`` int64 [n] only, if these are given."""
     block = batch.block(0, batch.num_tokens)
     added: Tensor | None = None
     for number, layer in enumerate(layers):
-        x, added = layer(x, added, cache, block, wanted if number + 1 == len(layers) else None)
+        x, added = layer(x, added, cache, block, rows if number + 1 == len(layers) else None)
         yield
         cache.finish_prefill(number, batch)
     return x if added is None else x + added
@@ -92,7 +92,7 @@ def _in_blocks(
             layer.append(layer.normalise(part, None)[1], cache, block)
         if number + 1 == len(layers) and not scored:
             newest = batch.newest()
-            hidden = torch.cat([_attended(layer, x[one.start : one.stop], cache, one)[-1:] for one in newest])
+            hidden = torch.cat([_attended(layer, x[block.start : block.stop], cache, block)[-1:] for block in newest])
             yield
             cache.finish_prefill(number, batch)
             return hidden

@@ -87,12 +87,12 @@ class Runner:
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
         """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D]; the first token has none."""
-        found: list[TokenLogprobs | None] = [None]
+        logprobs: list[TokenLogprobs | None] = [None]
         for start in range(0, len(tokens) - 1, SCORED_TOKENS):
-            wanted = tokens[start + 1 : start + 1 + SCORED_TOKENS]
-            logits = self.model.logits(hidden[start : start + len(wanted)])
-            found += logprobs_of(logits, wanted, [count] * len(wanted))
-        return found
+            following = tokens[start + 1 : start + 1 + SCORED_TOKENS]
+            logits = self.model.logits(hidden[start : start + len(following)])
+            logprobs += logprobs_of(logits, following, [count] * len(following))
+        return logprobs
 
     def share_chosen(self, sources: list[int] | None) -> None:
         """Gives every rank rank 0's ``chosen``, where a step takes tokens from it."""
@@ -143,9 +143,9 @@ class Runner:
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
         micro_batches = batch.split(plan.micro_batches)
-        parts = hidden.split([len(one.positions) for one in micro_batches])
+        parts = hidden.split([len(part.positions) for part in micro_batches])
         through = self._kinds if rehearsal else self.layers
-        results = _interleave(self._layer_by_layer(*one, through) for one in zip(parts, micro_batches, strict=True))
+        results = _interleave(self._layer_by_layer(*part, through) for part in zip(parts, micro_batches, strict=True))
         if len(results) == 1:
             return self.model.logits(*results[0])
         hiddens, added = zip(*results, strict=True)
@@ -167,11 +167,11 @@ class Runner:
 def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[DecoderLayer]:
     """The first layer, to which nothing is added, and one of each form of the others: fp8 checkpoints may leave some
     layers unquantized, and the cache ``skips`` some."""
-    found: dict[tuple[object, ...], DecoderLayer] = {}
+    first_of: dict[tuple[object, ...], DecoderLayer] = {}
     for number, layer in enumerate(layers[1:], 1):
         form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
-        found.setdefault((skips(number), *form), layer)
-    return [*layers[:1], *found.values()]
+        first_of.setdefault((skips(number), *form), layer)
+    return [*layers[:1], *first_of.values()]
 
 
 def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:

@@ -52,8 +52,9 @@ class Sampler:
             for row in changed:
                 _change(logits[row], requests[row])
         steps = [len(request.output_token_ids) + 1 for request in requests]
-        tokens, whole = torch.stack((self._tokens(logits, requests, steps), finite)).tolist()  # one wait for the device
-        return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in whole]
+        chosen = torch.stack((self._tokens(logits, requests, steps), finite))
+        tokens, is_finite = chosen.tolist()  # one wait for the device
+        return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in is_finite]
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
@@ -68,7 +69,7 @@ class Sampler:
         params = [request.params for request in requests]
         if params != self._params:  # quick to compare for steps of the same requests, which have the same objects
             self._params = params
-            columns = [[getattr(one, name) for name in COLUMNS] for one in params]
+            columns = [[getattr(request_params, name) for name in COLUMNS] for request_params in params]
             self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
         if (self._parameters[:, 0] <= COLDEST).all():
             return logits.argmax(-1)
@@ -115,8 +116,8 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if rows:
         counts = [requests[row].params.logprobs or 0 for row in rows]
-        for row, found in zip(rows, logprobs_of(logits[rows], [tokens[row] for row in rows], counts), strict=True):
-            result[row] = found
+        for row, logprobs in zip(rows, logprobs_of(logits[rows], [tokens[row] for row in rows], counts), strict=True):
+            result[row] = logprobs
     return result
 
 

@@ -41,7 +41,7 @@ class DecodeSteps:
     def next(self) -> tuple[list[Running], Chosen, Selected]:
         """The next token of every running sequence, and of some that have ended since; and what it attended to."""
         step = self._ahead
-        if step is None or not any(one in self.scheduler.running for one in step.rows):
+        if step is None or not any(running in self.scheduler.running for running in step.rows):
             step = self._launch(None)
         assert step is not None, "nothing runs"
         self._ahead = None
@@ -61,20 +61,20 @@ class DecodeSteps:
 
     def _launch(self, before: _Step | None) -> _Step | None:
         rows, tokens, sources = [], [], []
-        known = {} if before is None else {id(one): row for row, one in enumerate(before.rows)}
-        for one in self.scheduler.running:
-            request, source = one.request, known.get(id(one), -1)
+        known = {} if before is None else {id(running): row for row, running in enumerate(before.rows)}
+        for running in self.scheduler.running:
+            request, source = running.request, known.get(id(running), -1)
             if source >= 0 and len(request.output_token_ids) + 1 >= request.max_tokens:
                 continue  # the token in flight is its last
-            rows.append(one)
+            rows.append(running)
             tokens.append(request.output_token_ids[-1])
             sources.append(source)
         if not rows:
             return None
         started, captures = Mark(self.runner.cache.device), self.runner.captures
-        asking = [row for row, one in enumerate(rows) if one.request.params.return_selections]
+        asking = [row for row, running in enumerate(rows) if running.request.params.return_selections]
         record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking]) if asking else None
-        logits = self.runner.decode([one.sequence for one in rows], tokens, sources, record)
+        logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record)
         captured = self.runner.captures > captures
         ahead = [source >= 0 for source in sources]
         return _Step(rows, ahead, logits, self.runner, started, captured, asking, record)
@@ -96,7 +96,7 @@ class _Step:
     ) -> None:
         self.rows, self.logits, self.started, self._sampler = rows, logits, started, runner.sampler
         self.captured, self._asking, self._record = captured, asking, record
-        requests = [one.request for one in rows]
+        requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
         if plain:
@@ -112,7 +112,7 @@ class _Step:
     def chosen(self) -> Chosen:
         """Waits for the step."""
         if not self.on_device:
-            chosen = self._sampler.sample(self.logits, [one.request for one in self.rows])
+            chosen = self._sampler.sample(self.logits, [running.request for running in self.rows])
             self.ended = Mark(self.logits.device)
             return chosen
         self.ended.wait()

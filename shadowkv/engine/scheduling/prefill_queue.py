@@ -41,9 +41,12 @@ class PrefillAtWork:
     @property
     def leaders(self) -> list[Leader]:
         """Its prompts, with the tokens left to compute."""
-        requests = [one.request for one in self.rows]
+        requests = [running.request for running in self.rows]
         left = 1 - self.done / max(self.pieces, self.done)
-        return [Leader(x.prompt, int(left * (len(x.prompt_token_ids) - x.cached_tokens))) for x in requests]
+        return [
+            Leader(request.prompt, int(left * (len(request.prompt_token_ids) - request.cached_tokens)))
+            for request in requests
+        ]
 
 
 class PrefillQueue:
@@ -63,27 +66,32 @@ class PrefillQueue:
     @property
     def num_requests(self) -> int:
         """Number of requests in all of them; may be called from any thread."""
-        return sum(len(one.rows) for one in self.at_work)
+        return sum(len(prefill.rows) for prefill in self.at_work)
 
     def of(self, request_id: str) -> PrefillAtWork | None:
         """The prefill that computes a request."""
-        return next((one for one in self.at_work if any(r.request.request_id == request_id for r in one.rows)), None)
+        for prefill in self.at_work:
+            if any(running.request.request_id == request_id for running in prefill.rows):
+                return prefill
+        return None
 
     def start(self) -> None:
         """Starts another one if there are requests whose turn it is."""
         if not self.at_work:
             rows = self.scheduler.admit()
         elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
-            rows = self.scheduler.admit([leader for one in self.at_work for leader in one.leaders])
+            rows = self.scheduler.admit([leader for prefill in self.at_work for leader in prefill.leaders])
         else:
             return
         if not rows:
             return
-        for one in rows:
-            one.request.times.scheduled = time.monotonic()
-        work = [(one.sequence, one.request.prompt_token_ids[one.request.cached_tokens :]) for one in rows]
+        for running in rows:
+            running.request.times.scheduled = time.monotonic()
+        work = [
+            (running.sequence, running.request.prompt_token_ids[running.request.cached_tokens :]) for running in rows
+        ]
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
-        scored = any(one.request.params.prompt_logprobs is not None for one in rows)
+        scored = any(running.request.params.prompt_logprobs is not None for running in rows)
         pieces = self.runner.prefill_pieces(sum(len(tokens) for _, tokens in work), scored)
         self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work, scored), watch, long, pieces))
 
@@ -93,54 +101,54 @@ class PrefillQueue:
 
         Returns it, with its results, if it has ended. If it raises, the prefill is still there, to be dropped.
         """
-        one = self.at_work[-1]
-        one.watch.start()
+        prefill = self.at_work[-1]
+        prefill.watch.start()
         try:
             with torch.inference_mode():
                 launched = 0.0
                 while True:
-                    if worked := self._prepare(one, seconds - launched):
-                        self._account(one, launched + worked)
+                    if worked := self._prepare(prefill, seconds - launched):
+                        self._account(prefill, launched + worked)
                         return None
-                    next(one.steps)
-                    one.done += 1
-                    launched = one.watch.launched()
-                    if launched + one.watch.piece >= seconds:
-                        self._account(one, launched)
+                    next(prefill.steps)
+                    prefill.done += 1
+                    launched = prefill.watch.launched()
+                    if launched + prefill.watch.piece >= seconds:
+                        self._account(prefill, launched)
                         return None
         except StopIteration as end:
-            self._account(one, one.watch.launched())
-            self.at_work.remove(one)
-            return one, *end.value
+            self._account(prefill, prefill.watch.launched())
+            self.at_work.remove(prefill)
+            return prefill, *end.value
 
-    def _prepare(self, one: PrefillAtWork, seconds: float) -> float:
+    def _prepare(self, prefill: PrefillAtWork, seconds: float) -> float:
         """Makes the graph of the first step after a prefill, after pieces that leave the slice ``CAPTURE_SECONDS``.
 
         Returns the seconds that those pieces take; 0 where that was not done: the graph may exist already, ``seconds``
         or the rest of the prefill be too short for it, or the time of a piece not be known yet.
         """
-        if not one.watch.piece:
+        if not prefill.watch.piece:
             return 0.0
-        pieces = min(one.pieces - one.done - 1, int((seconds - CAPTURE_SECONDS) / one.watch.piece))
+        pieces = min(prefill.pieces - prefill.done - 1, int((seconds - CAPTURE_SECONDS) / prefill.watch.piece))
         if pieces <= 0:
             return 0.0
-        joining = [(running.sequence, len(running.request.prompt_token_ids)) for running in one.rows]
+        joining = [(running.sequence, len(running.request.prompt_token_ids)) for running in prefill.rows]
         plan = self.runner.unprepared([running.sequence for running in self.scheduler.running], joining)
         if plan is None:
             return 0.0
         for _ in range(pieces):
-            next(one.steps)
-            one.done += 1
+            next(prefill.steps)
+            prefill.done += 1
         self.runner.prepare(plan)
-        return pieces * one.watch.piece
+        return pieces * prefill.watch.piece
 
-    def drop(self, one: PrefillAtWork) -> None:
+    def drop(self, prefill: PrefillAtWork) -> None:
         """Abandons a prefill and frees what its requests own."""
-        one.steps.close()
-        self.at_work.remove(one)
-        for running in one.rows:
+        prefill.steps.close()
+        self.at_work.remove(prefill)
+        for running in prefill.rows:
             self.scheduler.finish(running, keep=False)
 
-    def _account(self, one: PrefillAtWork, seconds: float) -> None:
+    def _account(self, prefill: PrefillAtWork, seconds: float) -> None:
         first = self.at_work[0]
-        first.owed = max(0.0, first.owed - seconds) if one is first else first.owed + seconds
+        first.owed = max(0.0, first.owed - seconds) if prefill is first else first.owed + seconds

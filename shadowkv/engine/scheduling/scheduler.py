@@ -63,7 +63,7 @@ class Attempt:
     """An attempt to admit a request: one that failed for lack of room is not repeated before something has changed."""
 
     request: Request
-    found: Match | None
+    match: Match | None
     left: Blocks
     again: bool
     changes: int
@@ -86,7 +86,7 @@ class Sharing:
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
             return False
         if leader not in self._tokens:
-            self._tokens[leader] = np.array([_shared(one, leader.prompt) for one in self._waiting], np.int64)
+            self._tokens[leader] = np.array([_shared(request, leader.prompt) for request in self._waiting], np.int64)
         spared = np.maximum(self._tokens[leader][self._wait] - cached, 0)
         return int(spared.sum()) > leader.tokens
 
@@ -128,7 +128,9 @@ class Scheduler:
     def could_admit(self) -> bool:
         """Whether requests are waiting, and none of them was last refused for lack of memory."""
         refused = self._refused
-        return bool(self.waiting) and (refused is None or all(refused.request is not one for one in self.waiting))
+        return bool(self.waiting) and (
+            refused is None or all(refused.request is not request for request in self.waiting)
+        )
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
@@ -157,7 +159,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> bool:
         """Removes a waiting request from the queue; returns whether it was there."""
-        request = next((one for one in self.waiting if one.request_id == request_id), None)
+        request = next((waiting for waiting in self.waiting if waiting.request_id == request_id), None)
         if request is not None:
             self._leave_queue(request)
         return request is not None
@@ -183,9 +185,9 @@ class Scheduler:
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
         waiting = tuple(self.waiting)
         sharing = Sharing(waiting)
-        most = self.max_num_batched_tokens
+        limit = self.max_num_batched_tokens
         if beside:
-            most = min(most, BLOCK_TOKENS[self.cache.device.type])
+            limit = min(limit, BLOCK_TOKENS[self.cache.device.type])
         for number, request in enumerate(waiting):
             if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
                 break
@@ -195,23 +197,23 @@ class Scheduler:
                 continue
             if request.prompt is not None and self.prefix_cache.opening:
                 continue
-            found = self._match(request)
-            if found and not found.ready:
+            match = self._match(request)
+            if match and not match.ready:
                 on_their_way += 1
                 if on_their_way == MOST_ON_THEIR_WAY:
                     break
                 continue
-            new = length - (found.tokens if found else 0)
+            new = length - (match.tokens if match else 0)
             if beside and self.is_long(new):
                 request.passed = self.prefix_cache.version
                 passed += self.cache.demand(length, request.capacity)
                 continue
-            if admitted and (tokens + new > most or self.is_long(new)):
+            if admitted and (tokens + new > limit or self.is_long(new)):
                 break
             if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
-            attempt = Attempt(request, found, passed, not beside and not admitted, self.prefix_cache.changes)
-            sequence = None if attempt == self._refused else self._reserve(request, found, passed, attempt.again)
+            attempt = Attempt(request, match, passed, not beside and not admitted, self.prefix_cache.changes)
+            sequence = None if attempt == self._refused else self._reserve(request, match, passed, attempt.again)
             if sequence is None:
                 self._refused = attempt
                 break
@@ -231,10 +233,10 @@ class Scheduler:
 
     def computed(self, done: Iterable[Running]) -> None:
         """Requests whose prefill has ended run from now on, and can be forked."""
-        for one in done:
-            self.running.append(one)
-            if one.request.prompt is not None:
-                self.prefix_cache.computed(one.sequence, one.request.prompt)
+        for running in done:
+            self.running.append(running)
+            if running.request.prompt is not None:
+                self.prefix_cache.computed(running.sequence, running.request.prompt)
 
     def finish(self, running: Running, keep: bool) -> None:
         """Ends a request; its sequence stays in the prefix cache if ``keep``."""
@@ -247,24 +249,24 @@ class Scheduler:
         tokens = running.request.token_ids[: sequence.length]
         self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
-    def _reserve(self, request: Request, found: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
+    def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
         """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
         cannot be continued, one for all of its tokens, if those may be computed ``again``."""
-        start, cache, kept = len(request.prompt_token_ids), self.cache, self.prefix_cache
-        if found:
-            need, spare = kept.growth(found, start, request.capacity), found.sequence
+        start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
+        if match:
+            need, spare = prefix_cache.growth(match, start, request.capacity), match.sequence
             if not (need + left).within(self._reachable(spare)):
                 return self._reserve(request, None, left, again) if again else None
             if not self._make_room(need, spare):
                 return None
             try:
-                sequence = kept.take(found, start, request.capacity)
+                sequence = prefix_cache.take(match, start, request.capacity)
             except torch.AcceleratorError:
                 raise
             except (RuntimeError, ValueError, MemoryError) as error:  # includes OutOfBlocks
                 logger.warning("a cached prompt cannot be restored and is computed: %s", error)
                 return self._reserve(request, None, left, again)
-            request.cached_tokens = found.tokens
+            request.cached_tokens = match.tokens
             return sequence
         need = cache.demand(start, request.capacity)
         # Nothing is evicted for a request that would have to wait anyway.

@@ -169,8 +169,8 @@ def device_of(name: str) -> torch.device:
         return device
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
-        there = counted(count, "CUDA device")
-        raise SettingsError(f"device={name!r} is not there: this machine has {there}", ["device"])
+        devices = counted(count, "CUDA device")
+        raise SettingsError(f"device={name!r} is not there: this machine has {devices}", ["device"])
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
