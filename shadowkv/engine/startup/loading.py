@@ -12,8 +12,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
-from shadowkv.engine.startup.prefix_cache import in_words
-from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, size_cache
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
@@ -126,7 +125,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         *backend_lines(cache.ops, cache.device, config.enforce_eager, called),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
-        f"cache   {in_words(config, cache.layout)}",
+        f"cache   {prefixes_in_words(config, cache.layout)}",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)

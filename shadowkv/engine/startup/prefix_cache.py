@@ -14,7 +14,6 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 from shadowkv.prefix_cache.cache import PrefixCache
@@ -69,20 +68,6 @@ def _named(directory: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"kv_disk_dir={str(directory)!r} cannot be used: {error.strerror or error}"
         raise SettingsError(reason, ["kv_disk_dir"]) from error
-
-
-def in_words(config: EngineConfig, layout: Layout) -> str:
-    """The prefix cache's tiers and their sizes."""
-    if not config.enable_prefix_caching:
-        return "no prefixes"
-    tiers = ["prefixes on the device"]
-    if nbytes := offload_bytes(config, layout):
-        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory ({config.eviction})")
-    if config.kv_disk_dir is not None:
-        tiers.append(f"{config.disk_gib:.2f} GiB in {config.kv_disk_dir}")
-    if config.role != "both":
-        tiers.append(f"role {config.role}")
-    return ", ".join(tiers)
 
 
 def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:

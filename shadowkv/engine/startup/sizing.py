@@ -269,3 +269,17 @@ def _demand(layout: Layout, capacity: int) -> Blocks:
     """Blocks per tier for the pages of ``capacity`` tokens."""
     need = layout.most_demand(capacity)
     return Blocks({tier: need[tier] for tier in ("device", "host")})
+
+
+def prefixes_in_words(config: EngineConfig, layout: Layout) -> str:
+    """The prefix cache's tiers and their sizes."""
+    if not config.enable_prefix_caching:
+        return "no prefixes"
+    tiers = ["prefixes on the device"]
+    if nbytes := offload_bytes(config, layout):
+        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory ({config.eviction})")
+    if config.kv_disk_dir is not None:
+        tiers.append(f"{config.disk_gib:.2f} GiB in {config.kv_disk_dir}")
+    if config.role != "both":
+        tiers.append(f"role {config.role}")
+    return ", ".join(tiers)
