@@ -134,9 +134,9 @@ class PrefixCache:
         reached = best.tokens if best else 0
         candidates = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(candidates, key=lambda candidate: -candidate[0]):
-            if (way := lower.chain(node, end)) is None:
+            if (chain := lower.chain(node, end)) is None:
                 continue
-            steps, sequence = way
+            steps, sequence = chain
             computing = self.speeds.computing_seconds(end * PAGE - reached)
             if lower.chains.seconds(steps) > computing:
                 continue
@@ -177,10 +177,10 @@ class PrefixCache:
         # The last token may be taken back, and a request for all of them has one to compute.
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
-        way = self._tree.hold(sequence, prompt.pages, pages)
+        path = self._tree.hold(sequence, prompt.pages, pages)
         if self.lower is not None:
             with self._failing_alone():
-                for node in way:
+                for node in path:
                     if (copy := self.lower.copies.of.get(node)) is not None:
                         self.lower.offload.write(copy)
                     elif (source := self._source(node, sequence, prompt)) is not None:
@@ -207,7 +207,7 @@ class PrefixCache:
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
-            self.lower.hit(self._tree.way_of(taken))
+            self.lower.hit(self._tree.path_of(taken))
         return taken
 
     def _take(self, match: Match, start: int, capacity: int) -> CachedSequence:

@@ -79,10 +79,10 @@ class LowerTiers:
             self.handovers = Handovers(self.copies, self._reports, self.disk, speeds)
             self.saves = Saves(tree, self.copies, self._reports, self.offload, self.chains, self.disk)
 
-    def hit(self, way: list[Node]) -> None:
+    def hit(self, path: list[Node]) -> None:
         """Records that a request need not compute these nodes, wherever they were found: their copies stay longer."""
-        if way:
-            self.copies.eviction.touch(way[-1], hits=1)
+        if path:
+            self.copies.eviction.touch(path[-1], hits=1)
 
     @property
     def opening(self) -> bool:

@@ -48,13 +48,13 @@ def assert_consistent(engine: Engine) -> None:
     for node in nodes:
         assert node.holders or node.children or node.copied
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
-        assert all(end <= node.end and node in tree.way_of(sequence) for sequence, end in node.holders.items())
+        assert all(end <= node.end and node in tree.path_of(sequence) for sequence, end in node.holders.items())
         if (copy := copies.get(node)) is not None:
             uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(copy) + arriving.count(copy)
             assert copy.users == uses + cache._lookups.uses[copy]
             assert copy.header.length == 64 * node.end
-    for sequence, way in tree._ways.items():
-        assert all(sequence in node.holders for node in way)
+    for sequence, path in tree._paths.items():
+        assert all(sequence in node.holders for node in path)
     held = sum(host.slabs_of(copy.header.nbytes) for copy in cache._lookups.uses)
     assert 2 * held <= host.num_slabs
     assert set(cache._lookups._found) <= {request.prompt for request in engine.scheduler.waiting}

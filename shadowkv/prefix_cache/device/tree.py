@@ -68,7 +68,7 @@ class PrefixTree:
     def __init__(self) -> None:
         self.changes = 0
         self._by_first: dict[str, list[Node]] = {}
-        self._ways: dict[CachedSequence, list[Node]] = {}
+        self._paths: dict[CachedSequence, list[Node]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_first.values()))
@@ -76,9 +76,9 @@ class PrefixTree:
     def __iter__(self) -> Iterator[Node]:
         return chain.from_iterable(self._by_first.values())
 
-    def way_of(self, sequence: CachedSequence) -> list[Node]:
+    def path_of(self, sequence: CachedSequence) -> list[Node]:
         """Nodes whose pages a sequence has, in order."""
-        return self._ways.get(sequence, [])
+        return self._paths.get(sequence, [])
 
     def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on a prompt's path, in order of their first pages, each with the page up to which it matches."""
@@ -95,19 +95,19 @@ class PrefixTree:
         """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its path."""
         self.changes += 1
         sealed = bool(sequence.path)
-        way = self._ways.setdefault(sequence, [])
-        if way and way[0].sealed != sealed:  # compressed since: it no longer has the dense pages
+        path = self._paths.setdefault(sequence, [])
+        if path and path[0].sealed != sealed:  # compressed since: it no longer has the dense pages
             self.forget(sequence)
-            way = self._ways.setdefault(sequence, [])
-        covered = way[-1].holders[sequence] if way else 0
+            path = self._paths.setdefault(sequence, [])
+        covered = path[-1].holders[sequence] if path else 0
         if covered < pages:
-            node = way[-1] if way else None
+            node = path[-1] if path else None
             if node is None or not self._can_grow(node, covered):
                 node = self._insert(Node(node, covered, [], sealed, origin=names.origin), names[covered])
-                way.append(node)
+                path.append(node)
             node.names += names[covered:pages]
             node.holders[sequence] = node.end
-        return way
+        return path
 
     def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
         """Adds a node without holders; the caller has to add its copy."""
@@ -121,22 +121,22 @@ class PrefixTree:
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
         """Records that ``child`` shares the first ``pages`` with ``parent``."""
         self.changes += 1
-        self._ways[child] = []
+        self._paths[child] = []
         if bool(child.path) == bool(parent.path):
-            for node in self._ways.get(parent, ()):
+            for node in self._paths.get(parent, ()):
                 if node.first < pages and node.sealed == bool(child.path):
                     self.join(child, node, min(node.holders[parent], pages))
 
     def join(self, sequence: CachedSequence, node: Node, end: int) -> None:
         """Records that ``sequence`` has the pages of the next node on its path, up to ``end``."""
         self.changes += 1
-        self._ways.setdefault(sequence, []).append(node)
+        self._paths.setdefault(sequence, []).append(node)
         node.holders[sequence] = end
 
     def cut(self, sequence: CachedSequence, pages: int) -> None:
         """Records that ``sequence`` has only its first ``pages``."""
         self.changes += 1
-        for node in list(self._ways[sequence]):
+        for node in list(self._paths[sequence]):
             if node.first >= pages:
                 self._leave(sequence, node)
             else:
@@ -146,12 +146,12 @@ class PrefixTree:
     def forget(self, sequence: CachedSequence) -> None:
         """Records that ``sequence`` is gone."""
         self.changes += 1
-        for node in list(self._ways.get(sequence, ())):
+        for node in list(self._paths.get(sequence, ())):
             self._leave(sequence, node)
-        self._ways.pop(sequence, None)
+        self._paths.pop(sequence, None)
 
     def _leave(self, sequence: CachedSequence, node: Node) -> None:
-        self._ways[sequence].remove(node)
+        self._paths[sequence].remove(node)
         del node.holders[sequence]
         self.prune(node)
 
