@@ -20,11 +20,11 @@ from typing import Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve import strict_json
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.batch_lines import LineRequest
 from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
+from shadowkv.serve.body import parse_json
 from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.start import exit_on_signals
@@ -109,7 +109,7 @@ class Replica:
     def _read(self, name: str, offset: int, size: int) -> LineRequest:
         with open(self._path, "rb") as file:
             file.seek(offset)
-            request = strict_json.parse(file.read(size))
+            request = parse_json(file.read(size))
         return LineRequest(name, request["custom_id"], request["url"], request["body"], offset, size)
 
 

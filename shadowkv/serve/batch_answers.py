@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_lines import LineRequest
+from shadowkv.serve.body import validated
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
 from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.prepare import prepare
-from shadowkv.serve.request_body import validated
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:

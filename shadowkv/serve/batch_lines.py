@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shadowkv.serve import strict_json
 from shadowkv.serve.batch_files import DIGEST, BatchFiles
+from shadowkv.serve.body import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 """Endpoints that lines may request."""
@@ -74,7 +74,7 @@ class BatchLines:
     def _parse(self, line: bytes, offset: int) -> LineRequest:
         """The request; raises BadLine."""
         try:
-            request = strict_json.parse(line)
+            request = parse_json(line)
             name = digest(request)
         except json.JSONDecodeError as error:
             raise BadLine("invalid_json", f"not valid JSON: {error}") from error
@@ -101,7 +101,7 @@ def _requests(files: BatchFiles) -> dict[str, str]:
     with files.input.open("rb") as source:
         for line in source:
             with suppress(json.JSONDecodeError):
-                request = strict_json.parse(line)
+                request = parse_json(line)
                 if isinstance(request, dict) and isinstance(request.get("custom_id"), str):
                     found.setdefault(request["custom_id"], digest(request))
     return found

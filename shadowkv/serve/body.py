@@ -1,20 +1,27 @@
-"""What all bodies share: strict types, refusals, and that nothing known to change the answer is dropped."""
+"""JSON bodies, from bytes to checked fields: strict RFC 8259 JSON, strict types, and that nothing known to change the
+answer is dropped. The one path for short bodies, long ones and lines of a batch file."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+import math
+import re
+from json import JSONDecodeError
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from shadowkv.serve.limits import MAX_NAME_CHARS, MAX_TEXT_CHARS
-from shadowkv.serve.request_schema import IGNORED, NEUTRAL, UNSUPPORTED, complete
-from shadowkv.serve.unknown import unknown
+from shadowkv.serve.api_error import ApiError, from_validation
+from shadowkv.serve.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_TEXT_CHARS
+from shadowkv.serve.parameters import IGNORED, NEUTRAL, UNSUPPORTED, complete, unknown
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
 """Fields of answers that clients send back, without any effect."""
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Body(BaseModel):
@@ -61,3 +68,70 @@ def at_most(limit: int, things: str, count: int) -> None:
 def wrong(message: str) -> PydanticCustomError:
     """The error for a value, to raise in the validator of its field."""
     return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read_body(raw: bytes, model: type[B]) -> B:
+    """The request in a body; raises ApiError."""
+    try:
+        value = parse_json(raw)
+    except JSONDecodeError as error:
+        raise ApiError(f"the body is not valid JSON: {error.msg}") from error
+    return validated(value, model)
+
+
+def validated(value: Any, model: type[B]) -> B:
+    """The request in a JSON value; raises ApiError."""
+    try:
+        body = model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from error
+    body.finish()
+    return body
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value in JSON text as RFC 8259 has it: UTF-8, no NaN, nothing that is ambiguous or could not be written back;
+    raises JSONDecodeError."""
+    try:
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise JSONDecodeError(f"byte {error.start} is not UTF-8", "", 0) from error
+    except UnicodeEncodeError as error:
+        raise JSONDecodeError("a string has half of a surrogate pair", "", 0) from error
+    except RecursionError as error:
+        raise JSONDecodeError("it is nested too deeply", "", 0) from error
+    except JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise JSONDecodeError("a number has too many digits", "", 0) from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise JSONDecodeError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed", "", 0)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
+            seen.add(key)
+    return found
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise JSONDecodeError("a number is beyond the range of floating point", "", 0)
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise JSONDecodeError(f"{name} is no JSON number", "", 0)

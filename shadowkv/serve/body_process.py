@@ -14,7 +14,7 @@ import sys
 from typing import IO
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.unknown import unknown
+from shadowkv.serve.parameters import unknown
 
 LENGTH = struct.Struct("<Q")
 

@@ -19,10 +19,9 @@ from threading import Event, Timer
 from typing import TypeVar
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.body import Body
+from shadowkv.serve.body import Body, read_body
 from shadowkv.serve.body_process import read_frame, write_frame
-from shadowkv.serve.request_body import read_body
-from shadowkv.serve.unknown import unknown
+from shadowkv.serve.parameters import unknown
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from shadowkv.serve import strict_json
-from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.body import Body, Name, Text, at_most, parse_json, refusal, wrong
 from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS
 from shadowkv.serve.tools import Tools, within
 
@@ -35,7 +34,7 @@ Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)
 def parsed_arguments(text: str) -> dict[str, Any]:
     """A call's arguments, which each template writes in its own way."""
     try:
-        value = strict_json.parse(text.encode()) if text.strip() else {}
+        value = parse_json(text.encode()) if text.strip() else {}
     except json.JSONDecodeError as error:
         raise wrong(f"must be the JSON text of an object: {error.msg}") from error
     if not isinstance(value, dict):

@@ -28,8 +28,8 @@ from shadowkv.serve.limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from shadowkv.serve.messages import Conversation, Turns
+from shadowkv.serve.parameters import RESPONSE_FORMAT
 from shadowkv.serve.prompts import Prompt, TokenIds, Tokens, prompts_of
-from shadowkv.serve.request_schema import RESPONSE_FORMAT
 from shadowkv.serve.response_format import json_schema
 from shadowkv.serve.tools import Choice, ToolChoice, calls_schema
 

@@ -14,7 +14,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve import answers
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.api import build_app
-from shadowkv.serve.request_schema import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.parameters import IGNORED, NEUTRAL, RANGES
 from shadowkv.serve.responses.answers import Response
 from shadowkv.serve.settings import ServerSettings
 

@@ -9,11 +9,11 @@ from fake_engine import REPLY
 from replies import events
 
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body import validated
 from shadowkv.serve.body_reader import SHORT_BYTES
 from shadowkv.serve.limits import MAX_UNKNOWN
+from shadowkv.serve.parameters import unknown
 from shadowkv.serve.protocol import CompletionRequest
-from shadowkv.serve.request_body import validated
-from shadowkv.serve.unknown import unknown
 
 UNSUPPORTED = {
     "tools": [{"type": "function"}],
@@ -69,7 +69,7 @@ def test_what_nobody_knows_has_no_effect_and_is_told_once(post, call, caplog, mo
     assert [record.args for record in caplog.records] == [("cache_control",), ("no_such_hint",)]
     # Bodies that another process reads are told of here, too.
     assert post("completions", long_hint="x" * SHORT_BYTES).is_success
-    assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == unknown.__module__
+    assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == "shadowkv.serve.unknown"
     for number in range(MAX_UNKNOWN):
         unknown.tell(f"{number}")
     assert len(caplog.records) == MAX_UNKNOWN

@@ -25,9 +25,9 @@ from shadowkv.serve import body_reader, limits
 from shadowkv.serve.anthropic.protocol import MessagesRequest
 from shadowkv.serve.api import build_app
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body import read_body, validated
 from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shadowkv.serve.request_body import read_body, validated
 from shadowkv.serve.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}

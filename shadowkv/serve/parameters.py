@@ -1,8 +1,13 @@
-"""What bodies may have beyond their fields, and what ``/openapi.json`` adds: ranges, nulls, neutral values."""
+"""Parameters beyond a body's fields: which are ignored, refused, or unknown and logged once; and what ``/openapi.json``
+adds about all of them: ranges, nulls, neutral values."""
 
 from __future__ import annotations
 
+import logging
+from threading import Lock
 from typing import Any
+
+from shadowkv.serve.limits import MAX_NAME_CHARS, MAX_UNKNOWN
 
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -80,6 +85,8 @@ RESPONSE_FORMAT: dict[str, Any] = {
     "required": ["type"],
 }
 
+logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
+
 
 def complete(schema: dict[str, Any]) -> None:
     """Pydantic's ``json_schema_extra`` of every body: null is the same as omitted, and unknown fields are dropped."""
@@ -98,3 +105,38 @@ def complete(schema: dict[str, Any]) -> None:
         values = NEUTRAL[name]
         unique = [value for index, value in enumerate(values) if value not in values[:index]]
         properties[name] = {"enum": [*unique, None], "description": "Not supported, and these ask for nothing."}
+
+
+class Unknown:
+    """Names of unknown parameters, for example hints for other servers: they are dropped, and each is logged once, up to
+    ``MAX_UNKNOWN`` in all.
+
+    Attributes:
+        collects: whether names are kept for ``take``, in a process without its own log.
+    """
+
+    def __init__(self) -> None:
+        self.collects = False
+        self._lock = Lock()
+        self._told: set[str] = set()
+        self._new: list[str] = []
+
+    def tell(self, name: str) -> None:
+        """Records that a request has a parameter of this name."""
+        name = name[:MAX_NAME_CHARS]
+        with self._lock:
+            if name in self._told or len(self._told) >= MAX_UNKNOWN:
+                return
+            self._told.add(name)
+        if self.collects:
+            self._new.append(name)
+        else:
+            logger.warning("requests have %r, which is not known here: it has no effect (this is said once)", name)
+
+    def take(self) -> list[str]:
+        """Names since the last call, where they are collected."""
+        new, self._new = self._new, []
+        return new
+
+
+unknown = Unknown()
