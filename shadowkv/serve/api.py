@@ -1,4 +1,4 @@
-"""The HTTP API: the routes of all APIs, models, health, version and metrics, and what clients are told about errors."""
+"""The HTTP API: the routes of all APIs, models, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv.serve.anthropic.routes import messages_routes
-from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
-from shadowkv.serve.body_route import BodyRefused
 from shadowkv.serve.cache_routes import cache_routes
 from shadowkv.serve.choice_routes import choice_routes
 from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
-from shadowkv.serve.errors import INTERNAL_ERROR, error_response
-from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
+from shadowkv.serve.errors import handle_errors
+from shadowkv.serve.guard import Guard
 from shadowkv.serve.head import HeadAsGet
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.openapi import Application
 from shadowkv.serve.page_assets import page_assets
 from shadowkv.serve.page_routes import page_routes
 from shadowkv.serve.request_log import RequestLog
-from shadowkv.serve.request_record import current_record
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.settings import ServerSettings
@@ -98,41 +93,3 @@ def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | No
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
-
-
-def handle_errors(app: FastAPI) -> None:
-    """Makes exceptions be answered as clients of each path expect."""
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        # No body, or one of another type; that is refused on purpose: a web page may post any other type to a local
-        # server without a preflight request by the browser.
-        text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
-        return error_response(ApiError(text), request.url.path)
-
-    @app.exception_handler(BodyRefused)
-    async def on_refused(request: Request, refused: BodyRefused) -> Response:
-        return error_response(refused.error, request.url.path)
-
-    @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        response = error_response(ApiError(message, status=error.status_code), request.url.path)
-        response.headers.update(error.headers or {})  # Allow, for a method that the path lacks (RFC 9110, 15.5.6)
-        return response
-
-    @app.exception_handler(BodyTooLarge)
-    async def on_large(request: Request, error: BodyTooLarge) -> Response:
-        return too_large(error.detail, request.url.path)
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        # It is raised again after the answer, and logged by the server.
-        response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
-        if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
-            response.headers["X-Request-Id"] = record.id
-        return response
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
-        return error_response(error, request.url.path)

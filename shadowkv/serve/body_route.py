@@ -7,20 +7,10 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 
-from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body import Body
 from shadowkv.serve.body_reader import BodyReader
-from shadowkv.serve.errors import as_api_error
-
-
-class BodyRefused(HTTPException):
-    """A body that was not read; FastAPI turns exceptions of any other type into the client's 400, unlogged."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.status, error.message)
-        self.error = error
+from shadowkv.serve.errors import BodyRefused, as_api_error
 
 
 class _Request(Request):

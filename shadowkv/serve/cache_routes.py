@@ -17,13 +17,12 @@ from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.cache_protocol import RestoreRequest, SaveRequest
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
-from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.endpoints import Endpoint
-from shadowkv.serve.errors import as_api_error, error_response
-from shadowkv.serve.merge import DeadlineExceeded
+from shadowkv.serve.errors import DeadlineExceeded
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.openapi import FOR_EVERY_BODY, responses
 from shadowkv.serve.prepare import check_model, engine_request
+from shadowkv.serve.replies import reply
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tokenization import in_turn
 
@@ -50,15 +49,12 @@ def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings
     async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:
         async def answer() -> Response:
             began = time.monotonic()
-            try:
-                check_model(body.model, served_name)
-                saved = await _within(settings.request_timeout, work())
-            except Exception as error:
-                return error_response(as_api_error(error), request.url.path)
+            check_model(body.model, served_name)
+            saved = await _within(settings.request_timeout, work())
             seconds = time.monotonic() - began
             return JSONResponse({"name": body.name, "tokens": saved.tokens, "bytes": saved.nbytes, "seconds": seconds})
 
-        return await unless_disconnected(request.receive, answer()) or Response(status_code=CLIENT_CLOSED_REQUEST)
+        return await reply(request, answer)
 
     @router.post("/cache/save", response_model=None, responses=responses(SavedPrompt, *statuses))
     async def post_save(body: SaveRequest, request: Request) -> Response:

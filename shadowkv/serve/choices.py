@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 from shadowkv.serve.endpoints import Endpoint
-from shadowkv.serve.event_stream import Events
 from shadowkv.serve.jobs import Job, Piece
+from shadowkv.serve.replies import Events
 
 
 class Choices(Endpoint):

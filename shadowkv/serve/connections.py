@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from shadowkv.serve.errors import RETRY_SECONDS, ApiError, error_response
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.errors import RETRY_SECONDS, error_response
 from shadowkv.serve.guard import OPEN_PATHS
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted

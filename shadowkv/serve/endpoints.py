@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shadowkv.serve.event_stream import Events
 from shadowkv.serve.jobs import Job
 from shadowkv.serve.protocol import GenerationRequest, Sampling
 from shadowkv.serve.reasoning import ReasoningParser
+from shadowkv.serve.replies import Events
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tool_formats import tool_format
 from shadowkv.serve.tool_parser import ToolParser

@@ -1,19 +1,24 @@
-"""What clients are told about an exception, and the response that tells them."""
+"""What clients are told about an exception, the responses that tell them, and which exception gets which."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.merge import DeadlineExceeded
 from shadowkv.serve.request_record import current_record
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shadowkv.serve.errors")  # the name that the log shows
 
 INTERNAL_ERROR = "internal error; the server's log has the details"
 
@@ -27,6 +32,25 @@ SAVES = {
 
 RETRY_SECONDS = 2
 """Seconds after which a client is advised to retry, for a full queue or a key that has reached its request limit."""
+
+LINGER_SECONDS = 5.0
+"""For how long the rest of a refused body is read."""
+
+
+class DeadlineExceeded(Exception):
+    """A request took longer than the server allows."""
+
+
+class BodyTooLarge(HTTPException):
+    """A body that turned out to be too long while it arrived."""
+
+
+class BodyRefused(HTTPException):
+    """A body that was not read; FastAPI turns exceptions of any other type into the client's 400, unlogged."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -54,3 +78,61 @@ def error_response(error: ApiError, path: str) -> JSONResponse:
     again = error.code in ("queue_full", "rate_limit_exceeded")
     headers = {"Retry-After": str(RETRY_SECONDS)} if again else None
     return JSONResponse(error.body(path), error.status, headers)
+
+
+def too_large(message: str, path: str) -> JSONResponse:
+    """The refusal of a body sent to that path."""
+    return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
+
+
+class _Lingering(JSONResponse):
+    """Refuses and goes on reading for a while: clients send a whole body before they look at the answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def drain() -> None:
+            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                pass
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(drain(), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Makes exceptions be answered as clients of each path expect."""
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        # No body, or one of another type; that is refused on purpose: a web page may post any other type to a local
+        # server without a preflight request by the browser.
+        text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
+        return error_response(ApiError(text), request.url.path)
+
+    @app.exception_handler(BodyRefused)
+    async def on_refused(request: Request, refused: BodyRefused) -> Response:
+        return error_response(refused.error, request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = error_response(ApiError(message, status=error.status_code), request.url.path)
+        response.headers.update(error.headers or {})  # Allow, for a method that the path lacks (RFC 9110, 15.5.6)
+        return response
+
+    @app.exception_handler(BodyTooLarge)
+    async def on_large(request: Request, error: BodyTooLarge) -> Response:
+        return too_large(error.detail, request.url.path)
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # It is raised again after the answer, and logged by the server.
+        response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
+        if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
+            response.headers["X-Request-Id"] = record.id
+        return response
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return error_response(error, request.url.path)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.chats import Chat
-from shadowkv.serve.event_stream import Events
 from shadowkv.serve.jobs import Job
 from shadowkv.serve.protocol import ChatRequest
+from shadowkv.serve.replies import Events
 
 
 class EventOutput(Protocol):

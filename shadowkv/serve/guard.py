@@ -3,18 +3,15 @@ too long."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 from collections import Counter
 from collections.abc import Sequence
 
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.errors import error_response
+from shadowkv.serve.errors import BodyTooLarge, error_response, too_large
 from shadowkv.serve.page_assets import PAGE_PATHS
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
@@ -24,13 +21,7 @@ OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 
 STATS_PATH = "/page/stats"
 """The page requests it every second: it is not counted among its key's requests, and not logged."""
-
-LINGER_SECONDS = 5.0
 MAX_DIGITS = 18
-
-
-class BodyTooLarge(HTTPException):
-    """A body that turned out to be too long while it arrived."""
 
 
 class Guard:
@@ -102,23 +93,3 @@ def _which(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None
     # A comparison takes the same time for any key of the same length, and all are made.
     found = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
     return found[0] if found else None
-
-
-def too_large(message: str, path: str) -> JSONResponse:
-    """The refusal of a body sent to that path."""
-    return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
-
-
-class _Lingering(JSONResponse):
-    """Refuses and goes on reading for a while: clients send a whole body before they look at the answer."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def drain() -> None:
-            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-                pass
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(drain(), LINGER_SECONDS)
-        await send({"type": "http.response.body", "body": b""})

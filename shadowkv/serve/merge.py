@@ -7,11 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from shadowkv.serve.errors import DeadlineExceeded
+
 T = TypeVar("T")
-
-
-class DeadlineExceeded(Exception):
-    """The streams took too long."""
 
 
 async def merge(

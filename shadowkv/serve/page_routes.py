@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse
 from shadowkv.serve.answers import DocumentText, ServerStats
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
-from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.documents import MAX_DOCUMENT_BYTES, read_document
-from shadowkv.serve.errors import as_api_error, error_response
-from shadowkv.serve.guard import STATS_PATH, too_large
+from shadowkv.serve.errors import as_api_error, error_response, too_large
+from shadowkv.serve.guard import STATS_PATH
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.openapi import responses
+from shadowkv.serve.replies import reply
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -54,12 +54,9 @@ def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, co
                 return too_large(text, request.url.path)
 
         async def read() -> Response:
-            try:
-                return JSONResponse(asdict(await documents.apart(bytes(raw), read_document)))
-            except Exception as error:
-                return error_response(as_api_error(error), request.url.path)
+            return JSONResponse(asdict(await documents.apart(bytes(raw), read_document)))
 
-        return await unless_disconnected(request.receive, read()) or Response(status_code=CLIENT_CLOSED_REQUEST)
+        return await reply(request, read)
 
     @router.get(STATS_PATH, response_model=None, responses=responses(ServerStats, 401, 500, 503))
     async def get_stats(request: Request) -> Response:

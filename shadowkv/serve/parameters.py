@@ -108,7 +108,7 @@ def complete(schema: dict[str, Any]) -> None:
 
 
 class Unknown:
-    """Names of unknown parameters, for example hints for other servers: they are dropped, and each is logged once, up to
+    """Names of unknown parameters, for example hints for other servers: each is dropped, and logged once, up to
     ``MAX_UNKNOWN`` in all.
 
     Attributes:

@@ -72,7 +72,7 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
 
     job = await in_turn(sum(sizes), encode)
     if record is not None:
-        record.job = job
+        record.generation = job
     return job
 
 

@@ -75,8 +75,8 @@ def _line(scope: Scope, record: RequestRecord) -> str:
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
-    if record.job is not None:
-        usage = record.job.usage()
+    if record.generation is not None:
+        usage = record.generation.usage()
         fields += [
             f"prompt_tokens={usage['prompt_tokens']}",
             f"cached_tokens={usage['prompt_tokens_details']['cached_tokens']}",

@@ -7,16 +7,35 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
-from shadowkv.serve.jobs import Job
+from shadowkv.engine.request import Request, RequestOutput
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
 """Ids that clients may choose: they appear in answers, headers and the log."""
 
 CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
 """Why an answer was cut short, besides the codes of errors."""
+
+
+class Generation(Protocol):
+    """What the log and traces report of what is generated for a request.
+
+    Attributes:
+        model: its name to clients.
+        choices: the requests to the engine.
+        counts: the newest output of each of them, by their number.
+    """
+
+    model: str
+    choices: list[Request]
+    counts: dict[int, RequestOutput]
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, as in an answer."""
+        ...
 
 
 @dataclass
@@ -30,7 +49,7 @@ class RequestRecord:
         status: of the answer; 500 until that has begun.
         cut: why the answer is not all that was requested, in a word, although its status may be 200; None where it is
             complete, even if it is an error.
-        job: what was generated for it, if anything.
+        generation: what is generated for it, if anything.
     """
 
     id: str
@@ -38,7 +57,7 @@ class RequestRecord:
     began_ns: int = field(default_factory=time.time_ns)
     status: int = 500
     cut: str | None = None
-    job: Job | None = None
+    generation: Generation | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
@@ -54,14 +73,14 @@ class RequestRecord:
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to the first token of any of its choices; None before that."""
-        outputs = () if self.job is None else self.job.counts.values()
+        outputs = () if self.generation is None else self.generation.counts.values()
         first = [one.times.first_token for one in outputs if one.times.first_token is not None]
         return min(first) - self.began if first else None
 
     @property
     def time_in_queue(self) -> float | None:
         """Seconds until the first of its choices was started; None before that."""
-        outputs = () if self.job is None else self.job.counts.values()
+        outputs = () if self.generation is None else self.generation.counts.values()
         waited = [one.times.scheduled - one.times.arrival for one in outputs if one.times.scheduled is not None]
         return min(waited) if waited else None
 

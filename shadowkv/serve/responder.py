@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.endpoints import Endpoint
-from shadowkv.serve.errors import as_api_error, error_response
-from shadowkv.serve.event_stream import EventStream
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.prepare import prepare
 from shadowkv.serve.protocol import Sampling
+from shadowkv.serve.replies import EventStream, reply
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -43,18 +41,15 @@ class Responder:
         seconds = self.settings.request_timeout
         deadline = time.monotonic() + seconds if seconds else None
 
-        async def work() -> Response:
-            try:
-                asked = body.model or self.served_name
-                name = asked if asked in self.engines else self.served_name
-                job = await prepare(self.engines[name], endpoint, body, name)
-                job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
-                if body.stream:
-                    return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
-                whole = await endpoint.answer(job)
-                # Writing down the log-probabilities of a long prompt takes a while.
-                return await asyncio.to_thread(JSONResponse, whole) if job.echo else JSONResponse(whole)
-            except Exception as error:
-                return error_response(as_api_error(error), request.url.path)
+        async def answer() -> Response:
+            asked = body.model or self.served_name
+            name = asked if asked in self.engines else self.served_name
+            job = await prepare(self.engines[name], endpoint, body, name)
+            job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
+            if body.stream:
+                return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
+            content = await endpoint.answer(job)
+            # Writing down the log-probabilities of a long prompt takes a while.
+            return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
 
-        return await unless_disconnected(request.receive, work()) or Response(status_code=CLIENT_CLOSED_REQUEST)
+        return await reply(request, answer)

@@ -44,13 +44,13 @@ class Tracing:
         """Adds the span of a request that has ended, if anything was generated for it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        if record.job is None:
+        if record.generation is None:
             return
-        usage, params = record.job.usage(), record.job.choices[0].params
+        usage, params = record.generation.usage(), record.generation.choices[0].params
         found: dict[str, Any] = {
             "gen_ai.request.id": record.id,
-            "gen_ai.response.model": record.job.model,
-            "gen_ai.request.n": len(record.job.choices),
+            "gen_ai.response.model": record.generation.model,
+            "gen_ai.request.n": len(record.generation.choices),
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,

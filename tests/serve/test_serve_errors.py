@@ -184,7 +184,7 @@ def test_dead_engine(post, call, engine):
 def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
     post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowkv.serve.event_stream.PROMPTLY", 0)
+    monkeypatch.setattr("shadowkv.serve.replies.PROMPTLY", 0)
     busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=True)
     assert busy.status_code == 503
     assert "Retry-After" in busy.headers

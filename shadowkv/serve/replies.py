@@ -1,29 +1,65 @@
-"""Answers as server-sent events, with a proper status for immediate failures and keep-alives in between."""
+"""How replies are sent: whole, as an error with its status, or as server-sent events; and no longer than their client
+waits, so that what a request holds is free at once when it hangs up, not at the next token."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from shadowkv.engine.async_engine import EngineStopped
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.errors import as_api_error, error_response
 from shadowkv.serve.request_record import INTERNAL, SERVER_STOPPING, current_record
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that the client did not wait for."""
 
 PROMPTLY = 0.05
 """Seconds during which a stream may still fail with a status: a full queue is reported at once."""
 
 TURNS = 8
 """Turns of the event loop within which an immediate refusal is certain to be reported."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``; when the client is gone, ``work`` is cancelled and the result is None."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def reply(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+    """The response that ``work`` makes, or that of the error that it raises; ``work`` ends when the client is gone."""
+
+    async def answer() -> Response:
+        try:
+            return await work()
+        except Exception as error:
+            return error_response(as_api_error(error), request.url.path)
+
+    return await unless_disconnected(request.receive, answer()) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 @dataclass
