@@ -16,13 +16,11 @@ from shadowkv.serve.cache_routes import cache_routes
 from shadowkv.serve.choice_routes import choice_routes
 from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.errors import handle_errors
-from shadowkv.serve.guard import Guard
-from shadowkv.serve.head import HeadAsGet
 from shadowkv.serve.metrics import Metrics
+from shadowkv.serve.middleware import Guard, HeadAsGet, RequestLog
 from shadowkv.serve.openapi import Application
-from shadowkv.serve.page_assets import page_assets
+from shadowkv.serve.page_assets import PAGE_PATHS, page_assets
 from shadowkv.serve.page_routes import page_routes
-from shadowkv.serve.request_log import RequestLog
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.settings import ServerSettings
@@ -81,7 +79,7 @@ def build_app(
 
 def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None) -> None:
     """Adds everything between clients and the routes, including the log and the guard."""
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, keyless_paths=PAGE_PATHS)
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
         app.add_middleware(

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.errors import RETRY_SECONDS, error_response
-from shadowkv.serve.guard import OPEN_PATHS
+from shadowkv.serve.middleware import OPEN_PATHS
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
 

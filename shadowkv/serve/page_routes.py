@@ -13,8 +13,8 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.documents import MAX_DOCUMENT_BYTES, read_document
 from shadowkv.serve.errors import as_api_error, error_response, too_large
-from shadowkv.serve.guard import STATS_PATH
 from shadowkv.serve.metrics import Metrics
+from shadowkv.serve.middleware import STATS_PATH
 from shadowkv.serve.openapi import responses
 from shadowkv.serve.replies import reply
 

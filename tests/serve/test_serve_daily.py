@@ -20,7 +20,7 @@ from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
 from shadowkv.serve.api import build_app
-from shadowkv.serve.request_log import RequestLog
+from shadowkv.serve.middleware import RequestLog
 from shadowkv.serve.settings import ServerSettings
 
 ASK = "/v1/completions"
