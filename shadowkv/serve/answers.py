@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from typing import Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, Field
+
+from shadowkv.serve.routing import Answer
 
 Kind = TypeVar("Kind", bound=str)
 Choice = TypeVar("Choice", bound=BaseModel)
-
-
-class Answer(BaseModel):
-    """An object with these fields and no others."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorDetail(Answer):
-    """What is wrong."""
-
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str | None
-
-
-class Error(Answer):
-    """Body of every status from 400 on."""
-
-    error: ErrorDetail
 
 
 class PromptTokensDetails(Answer):
@@ -114,7 +95,7 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    selections: Selections = []
+    selections: Selections = Field([])
 
 
 class Completion(Generated[Literal["text_completion"], CompletionChoice]):
@@ -163,7 +144,7 @@ class AssistantMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = Field([])
     reasoning_content: str = ""
 
 
@@ -174,28 +155,11 @@ class ChatChoice(Answer):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    selections: Selections = []
+    selections: Selections = Field([])
 
 
 class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
     """Answer of ``/v1/chat/completions``."""
-
-
-class ServedModel(Answer):
-    """The model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(Answer):
-    """Answer of ``/v1/models``."""
-
-    object: Literal["list"]
-    data: list[ServedModel]
 
 
 class Tokenized(Answer):
@@ -231,58 +195,3 @@ class TokenizerInfo(BaseModel):
 
     eos_token: str | None
     vocab_size: int
-
-
-class Health(Answer):
-    """Answer of ``/health``, with 503 where the engine is dead."""
-
-    status: Literal["ok", "dead"]
-
-
-class Version(Answer):
-    """Answer of ``/version``."""
-
-    version: str
-
-
-class DocumentText(Answer):
-    """Answer of ``/page/document``: the document's text, and its number of pages, 0 where it has none."""
-
-    text: str
-    pages: int
-
-
-class TierBytes(Answer):
-    """Bytes of a tier of the KV cache or of the prefix cache."""
-
-    used_bytes: int
-    total_bytes: int
-
-
-class Segment(Answer):
-    """Tokens of a prompt that were computed together, and the tiers that they are in: device, host, disk."""
-
-    uid: str
-    first: int
-    tokens: int
-    sealed: bool
-    running: bool
-    tiers: list[str]
-
-
-class ServerStats(Answer):
-    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts are."""
-
-    policy: str
-    compared: str | None
-    running: int
-    waiting: int
-    prompt_tokens: float
-    generated_tokens: float
-    looked_up_tokens: float
-    hit_tokens: float
-    first_tokens: float
-    first_token_seconds: float
-    tiers: dict[str, TierBytes]
-    segments: list[Segment]
-    segment_count: int

@@ -18,11 +18,11 @@ from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.errors import handle_errors
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.middleware import Guard, HeadAsGet, RequestLog
-from shadowkv.serve.openapi import Application
 from shadowkv.serve.page_assets import PAGE_PATHS, page_assets
 from shadowkv.serve.page_routes import page_routes
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.routes import responses_routes
+from shadowkv.serve.routing import Application
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.status_routes import status_routes
 from shadowkv.serve.token_routes import token_routes

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from shadowkv.serve.answers import ChatCompletion, Completion
-from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
-from shadowkv.serve.openapi import EVENT_STREAM, FOR_EVERY_TEXT, responses
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.responder import Responder
+from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:

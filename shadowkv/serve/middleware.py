@@ -36,7 +36,7 @@ MAX_DIGITS = 18
 
 
 class RequestLog:
-    """ASGI middleware, the outermost one: every answer has an ``X-Request-Id``, and every request gets a line at its end.
+    """ASGI middleware, the outermost one: every answer has an ``X-Request-Id``, every request gets a line at its end.
 
     Args:
         app: the application that answers.
@@ -110,8 +110,8 @@ def _field(text: str) -> str:
 
 
 class HeadAsGet:
-    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: the same status and headers
-    without a body."""
+    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: with the same status and
+    headers, and without a body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

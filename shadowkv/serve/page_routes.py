@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.serve.answers import DocumentText, ServerStats
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.documents import MAX_DOCUMENT_BYTES, read_document
 from shadowkv.serve.errors import as_api_error, error_response, too_large
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.middleware import STATS_PATH
-from shadowkv.serve.openapi import responses
 from shadowkv.serve.replies import reply
+from shadowkv.serve.routing import Answer, responses
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -28,6 +27,49 @@ BINARY = "application/octet-stream"
 """The only type accepted, for the same reason that bodies must be JSON: web pages may not send it unasked."""
 
 DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+class DocumentText(Answer):
+    """Answer of ``/page/document``: the document's text, and its number of pages, 0 where it has none."""
+
+    text: str
+    pages: int
+
+
+class TierBytes(Answer):
+    """Bytes of a tier of the KV cache or of the prefix cache."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+class Segment(Answer):
+    """Tokens of a prompt that were computed together, and the tiers that they are in: device, host, disk."""
+
+    uid: str
+    first: int
+    tokens: int
+    sealed: bool
+    running: bool
+    tiers: list[str]
+
+
+class ServerStats(Answer):
+    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts are."""
+
+    policy: str
+    compared: str | None
+    running: int
+    waiting: int
+    prompt_tokens: float
+    generated_tokens: float
+    looked_up_tokens: float
+    hit_tokens: float
+    first_tokens: float
+    first_token_seconds: float
+    tiers: dict[str, TierBytes]
+    segments: list[Segment]
+    segment_count: int
 
 
 def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, compared: str | None) -> APIRouter:

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from shadowkv import __version__
-from shadowkv.serve.answers import Health, ModelList, ServedModel, Version
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.metrics import Metrics
-from shadowkv.serve.openapi import responses
+from shadowkv.serve.routing import Answer, responses
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+
+
+class ServedModel(Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class Health(Answer):
+    """Answer of ``/health``, with 503 where the engine is dead."""
+
+    status: Literal["ok", "dead"]
+
+
+class Version(Answer):
+    """Answer of ``/version``."""
+
+    version: str
 
 
 def status_routes(engine: AsyncEngine, engines: Mapping[str, AsyncEngine], metrics: Metrics) -> APIRouter:

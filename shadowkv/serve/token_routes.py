@@ -10,11 +10,10 @@ from fastapi.responses import JSONResponse
 
 from shadowkv.serve.answers import Detokenized, Tokenized, TokenizerInfo
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.body_route import BodyRoute
-from shadowkv.serve.openapi import FOR_EVERY_BODY, responses
 from shadowkv.serve.prepare import check_model
 from shadowkv.serve.prompts import Tokens
 from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest
+from shadowkv.serve.routing import FOR_EVERY_BODY, BodyRoute, responses
 from shadowkv.serve.tokenization import check_length, encode, in_turn, tokenize_limit
 from shadowkv.serve.tool_prompt import template_input
 

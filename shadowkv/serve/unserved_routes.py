@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.openapi import responses
+from shadowkv.serve.routing import responses
 
 UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations")
 

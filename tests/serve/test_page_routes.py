@@ -17,11 +17,11 @@ from test_serve_errors import error_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve import __main__ as command
 from shadowkv.serve import documents
-from shadowkv.serve.answers import DocumentText
 from shadowkv.serve.api import build_app
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.documents import read_document
 from shadowkv.serve.page_assets import PAGE_PATHS
+from shadowkv.serve.page_routes import DocumentText
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.start import load_engines
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
 
-from shadowkv.serve.body_route import BodyRoute
-from shadowkv.serve.openapi import EVENT_STREAM, FOR_EVERY_TEXT, responses
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.answers import Response
 from shadowkv.serve.responses.endpoint import Responses
 from shadowkv.serve.responses.protocol import ResponsesRequest
+from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
