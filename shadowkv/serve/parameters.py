@@ -79,12 +79,6 @@ RANGES: dict[str, dict[str, float]] = {
 }
 """Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
 
-RESPONSE_FORMAT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {}},
-    "required": ["type"],
-}
-
 logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
 
 

@@ -28,10 +28,9 @@ from shadowkv.serve.limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from shadowkv.serve.messages import Conversation, Turns
-from shadowkv.serve.parameters import RESPONSE_FORMAT
+from shadowkv.serve.output_schema import RESPONSE_FORMAT, calls_schema, json_schema
 from shadowkv.serve.prompts import Prompt, TokenIds, Tokens, prompts_of
-from shadowkv.serve.response_format import json_schema
-from shadowkv.serve.tools import Choice, ToolChoice, calls_schema
+from shadowkv.serve.tools import Choice, ToolChoice
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 

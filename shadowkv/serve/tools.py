@@ -138,37 +138,3 @@ def _choice(value: Any) -> Choice:
 
 
 ToolChoice = Annotated[Choice, PlainValidator(_choice), WithJsonSchema(TOOL_CHOICE)]
-
-
-def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM: the arguments of the named function, or
-    a list of objects with ``name`` and ``parameters``, with one item where calls may not be parallel."""
-    functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
-    if choice.name is not None and functions:
-        return json.dumps(functions[0]["parameters"])
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": one["name"]}, "parameters": {"$ref": f"#/$defs/{number}"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for number, one in enumerate(functions)
-    ]
-    # Each function's schema is a separate document, whose references begin at its root.
-    documents = {str(number): _moved(one["parameters"], f"/$defs/{number}") for number, one in enumerate(functions)}
-    most = {} if parallel else {"maxItems": 1}
-    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": documents})
-
-
-def _moved(value: Any, path: str) -> Any:
-    """A schema with its references adjusted for its root now being at ``path``."""
-    if isinstance(value, list):
-        return [_moved(part, path) for part in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(part, path) for key, part in value.items()}
-    reference = value.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#{path}{reference[1:]}"
-    return moved

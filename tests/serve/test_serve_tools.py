@@ -15,8 +15,9 @@ from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.serve import limits
 from shadowkv.serve.api import build_app
+from shadowkv.serve.output_schema import calls_schema
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.tools import Choice, calls_schema
+from shadowkv.serve.tools import Choice
 
 WEATHER = {
     "type": "function",

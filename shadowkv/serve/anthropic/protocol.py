@@ -12,8 +12,8 @@ from shadowkv.serve.body import Body, Name, Text, refusal
 from shadowkv.serve.converted import Converted
 from shadowkv.serve.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
 from shadowkv.serve.messages import Effort
+from shadowkv.serve.output_schema import checked_schema
 from shadowkv.serve.protocol import Sampling
-from shadowkv.serve.response_format import checked_schema
 from shadowkv.serve.tools import FunctionName, within_limits
 
 NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "stop_sequences"})

@@ -18,8 +18,8 @@ from shadowkv.serve.limits import (
     MAX_TOOLS,
 )
 from shadowkv.serve.messages import Effort
+from shadowkv.serve.output_schema import checked_schema
 from shadowkv.serve.protocol import Sampling, Stops
-from shadowkv.serve.response_format import checked_schema
 from shadowkv.serve.responses.items import InputItem, messages_of
 from shadowkv.serve.tools import WORDS, Function, within_limits
 from shadowkv.serve.typed_union import few_parts
