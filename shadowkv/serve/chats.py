@@ -10,12 +10,12 @@ from shadowkv.serve.choices import Choices, selections_of
 from shadowkv.serve.endpoints import Endpoint
 from shadowkv.serve.jobs import Piece
 from shadowkv.serve.logprobs import chat_logprobs
+from shadowkv.serve.messages import template_input
 from shadowkv.serve.protocol import ChatRequest
 from shadowkv.serve.reasoning import ReasoningParser
 from shadowkv.serve.tokenization import check_length
 from shadowkv.serve.tool_formats import Listed, Named
 from shadowkv.serve.tool_parser import CallPart, ToolParser, call_id
-from shadowkv.serve.tool_prompt import template_input
 
 END_TOKENS = 16
 """Final tokens of a prompt that are searched for the beginning of the thoughts, which some templates write."""
