@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import Request
 from shadowkv.engine.transfers import receive, send
-from shadowkv.serve.kv_transfer_protocol import KVTransferParams
+from shadowkv.serve.protocol import KVTransferParams
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

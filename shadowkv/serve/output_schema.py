@@ -1,4 +1,4 @@
-"""The JSON schema that an output has to follow: ``response_format``'s, or that of calls which ``tool_choice`` forces."""
+"""The JSON schema that an output has to follow: ``response_format``'s, or that of calls that ``tool_choice`` forces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of the requests: the supported parameters of the OpenAI API, and vLLM's extra ones.
+"""Bodies of the requests: the supported parameters of the OpenAI API, vLLM's extra ones, and those of ``/cache``.
 
 A parameter that is known to change the answer and is not supported is an error, never ignored; an unknown one has no
 effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a million
@@ -8,6 +8,7 @@ takes seconds and gigabytes.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property
@@ -16,23 +17,78 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
+from shadowkv.cache.save_name import SAVE_NAME, check_save_name
+from shadowkv.cache.snapshot_name import SNAPSHOT_NAME
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
 from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
-from shadowkv.serve.kv_transfer_protocol import KVTransferParams
 from shadowkv.serve.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_NAME_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_SNAPSHOTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_ID,
 )
 from shadowkv.serve.messages import Conversation, Turns
 from shadowkv.serve.output_schema import RESPONSE_FORMAT, calls_schema, json_schema
-from shadowkv.serve.prompts import Prompt, TokenIds, Tokens, prompts_of
 from shadowkv.serve.tools import Choice, ToolChoice
 
+Tokens = array
+"""Token ids in 32 bits each: a list of a million has as many objects, and is slow to send between processes."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
+TokenPrompt = Annotated[TokenList, Field(min_length=1)]
+Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+COMPLETION_TOKENS = 16
+"""Length of a completion that does not specify one, as in the OpenAI API."""
+
+
+def prompts_of(value: Any) -> list[str | Tokens]:
+    """Every form of ``prompt`` that the OpenAI API accepts, as a list of texts and token ids.
+
+    Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
+    """
+    prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
+    at_most(MAX_PROMPTS, "prompts", len(prompts))
+    at_most(MAX_TEXT_CHARS, "characters", sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+    at_most(MAX_PROMPT_TOKENS, "token ids", sum(len(prompt) for prompt in prompts if isinstance(prompt, list)))
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_tokens(prompt):
+            raise wrong("prompt must be a string, a list of token ids, or a list of either")
+        if isinstance(prompt, list) and not prompt:
+            raise wrong("prompt must not be empty")
+    return [prompt if isinstance(prompt, str) else _packed(prompt) for prompt in prompts]
+
+
+def _tokens(value: Any) -> Tokens:
+    if not _is_tokens(value):
+        raise wrong("must be a list of token ids")
+    at_most(MAX_PROMPT_TOKENS, "token ids", len(value))
+    return _packed(value)
+
+
+TokenIds = Annotated[Tokens, PlainValidator(_tokens, json_schema_input_type=TokenList)]
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _packed(ids: list[int]) -> Tokens:
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token <= MAX_TOKEN_ID:
+            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
+    return array("i", ids)
+
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -67,6 +123,18 @@ LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_biases, json_schema_input_type=Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)]),
 ]
+
+
+SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
+
+
+class KVTransferParams(Body):
+    """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
+    snapshots. Fields of vLLM's connectors are dropped unread."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_snapshots: list[SnapshotName] = Field(default=[], max_length=MAX_SNAPSHOTS, fail_fast=True)
 
 
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -196,10 +264,6 @@ class GenerationRequest(Sampling):
             raise refusal(str(error).split()[0].split("=")[0], str(error)) from error
 
 
-COMPLETION_TOKENS = 16
-"""Length of a completion that does not specify one, as in the OpenAI API."""
-
-
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
@@ -313,3 +377,50 @@ class DetokenizeRequest(Body):
 
     model: Name | None = None
     tokens: TokenIds
+
+
+def _save_name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong("must be a string")
+    try:
+        return check_save_name(value)
+    except ValueError as error:
+        raise wrong(str(error)) from error
+
+
+SaveName = Annotated[
+    str, PlainValidator(_save_name, json_schema_input_type=Annotated[str, Field(pattern=f"^{SAVE_NAME}$")])
+]
+
+
+def _one_prompt(value: Any) -> list[str | Tokens]:
+    prompts = prompts_of(value)
+    if len(prompts) > 1:
+        raise wrong(f"{len(prompts)} prompts are too many; one is saved under a name")
+    return prompts
+
+
+class RestoreRequest(Body):
+    """Body of ``/cache/restore``."""
+
+    model: Name | None = None
+    name: SaveName
+
+
+class SaveRequest(RestoreRequest, Conversation):
+    """Body of ``/cache/save``: a name, and a prompt or messages as in a completion or a chat completion."""
+
+    prompt: Annotated[
+        list[str | Tokens] | None, PlainValidator(_one_prompt, json_schema_input_type=Text | TokenPrompt)
+    ] = None
+    messages: Turns | None = Field(None, min_length=1)
+    parse_special: bool = False
+    cache_salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> SaveRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "pass either prompt or messages")
+        if self.parse_special and self.messages is None:
+            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
+        return self

@@ -161,7 +161,7 @@ def read(reader, raw, model=CompletionRequest):
 
 def test_the_process_needs_no_torch():
     """Nor do the bodies that it reads: its memory is limited."""
-    read = "body_process", "protocol", "cache_protocol", "anthropic.protocol", "responses.protocol"
+    read = "body_process", "protocol", "anthropic.protocol", "responses.protocol"
     names = ", ".join(f"shadowkv.serve.{name}" for name in read)
     code = f"import sys, {names}\nassert not {{'torch', 'numpy', 'fastapi', 'tokenizers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
