@@ -1,20 +1,58 @@
-"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read."""
+"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read. And what those bodies
+are made of: unions that are discriminated by ``type``, with errors from the matching one alone, and lists of them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
-from shadowkv.serve.api_error import from_validation
-from shadowkv.serve.body import Body
+from shadowkv.serve.api_error import TAG, from_validation
+from shadowkv.serve.body import Body, at_most
+from shadowkv.serve.limits import MAX_MESSAGES
 from shadowkv.serve.messages import Variables
 from shadowkv.serve.protocol import ChatRequest, Sampling
 
+PART_LISTS = ("content", "output", "summary")
+"""Fields of items, messages and blocks that have parts of their own."""
+
 SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "stream"}
 """Parameters that mean the same everywhere."""
+
+
+def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None = None) -> Any:
+    """The union, as a type.
+
+    Args:
+        kinds: bodies by their ``type``.
+        what: the others in words, for the refusal that says they are not supported.
+        default: type of a body that has none.
+    """
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return f"{TAG}{kind}" if isinstance(kind, str) and kind in kinds else None
+
+    members = [Annotated[body, Tag(f"{TAG}{kind}")] for kind, body in kinds.items()]
+    message = f"type must be {' or '.join(map(repr, kinds))}; {what} are not supported"
+    discriminator = Discriminator(tag, custom_error_type="type", custom_error_message=message)
+    return Annotated[reduce(or_, members), discriminator]
+
+
+def few_parts(value: Any) -> Any:
+    """A list of items, messages or blocks, if together they do not have too many parts: checked before any is looked at
+    individually."""
+    level, count = value if isinstance(value, list) else [], 0
+    while level:
+        lists = [item.get(name) for item in level if isinstance(item, dict) for name in PART_LISTS]
+        level = [part for parts in lists if isinstance(parts, list) for part in parts]
+        count += len(level)
+        at_most(MAX_MESSAGES, "content parts", count)
+    return value
 
 
 class Converted(Body):
@@ -40,8 +78,7 @@ class Converted(Body):
         try:
             self._chat = ChatRequest.model_validate({**given, **self.as_chat()})
         except ValidationError as error:
-            found = error.errors(include_url=False)
-            raise from_validation(found).renamed(self.names) from error
+            raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
         self.drop()
 
     @abstractmethod

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from shadowkv.serve.body import Body, Dropped, Name, Text, wrong
+from shadowkv.serve.converted import few_parts, union_by_type
 from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
 from shadowkv.serve.tools import within
-from shadowkv.serve.typed_union import few_parts, union_by_type
 
 NO_TEXT = "images, documents, search results and blocks of server tools"
 

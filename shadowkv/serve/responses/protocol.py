@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
-from shadowkv.serve.converted import Converted
+from shadowkv.serve.converted import Converted, few_parts
 from shadowkv.serve.limits import (
     MAX_MESSAGES,
     MAX_METADATA,
@@ -22,7 +22,6 @@ from shadowkv.serve.output_schema import checked_schema
 from shadowkv.serve.protocol import Sampling, Stops
 from shadowkv.serve.responses.items import InputItem, messages_of
 from shadowkv.serve.tools import WORDS, Function, within_limits
-from shadowkv.serve.typed_union import few_parts
 
 NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"})
 
