@@ -36,7 +36,7 @@ class Choices(Endpoint):
 
         # Writing down the log-probabilities of a long prompt takes a while.
         choices = await asyncio.to_thread(shape) if job.echo else shape()
-        return {**job.head(self.kind), "choices": choices, "usage": job.usage(), **job.transfer.told()}
+        return {**job.head(self.kind), "choices": choices, "usage": job.usage(), **job.remote_prefill.answer_field()}
 
     def stream(self, job: Job) -> Events:
         return Events(self._chunks(job))

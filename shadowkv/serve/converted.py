@@ -1,5 +1,5 @@
-"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read. And what those bodies
-are made of: unions that are discriminated by ``type``, with errors from the matching one alone, and lists of them."""
+"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read. And what they are
+made of: unions that are discriminated by ``type``, with errors from the matching one alone, and lists of them."""
 
 from __future__ import annotations
 

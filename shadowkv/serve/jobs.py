@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shadowkv.engine.request import Request, RequestOutput, TokenLogprobs
+from shadowkv.engine.transfers import receive, send
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.kv_transfer import Transfer
+from shadowkv.serve.errors import DeadlineExceeded
 from shadowkv.serve.logprobs import scored_prompt, width
-from shadowkv.serve.merge import merge
-from shadowkv.serve.protocol import GenerationRequest, Sampling
+from shadowkv.serve.protocol import GenerationRequest, KVTransferParams, Sampling
 from shadowkv.serve.reasoning import ReasoningParser
 from shadowkv.serve.tool_parser import CallPart, ToolParser
 
@@ -66,7 +67,7 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.transfer = Transfer(self.engine, self.request.kv_transfer_params)
+        self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
         self.counts: dict[int, RequestOutput] = {}
         self.thinking_tokens = 0
 
@@ -74,7 +75,7 @@ class Job:
         """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
         continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
-        await self.transfer.receive(sum(len(one.prompt_token_ids) for one in prompts))
+        await self.remote_prefill.receive(sum(len(one.prompt_token_ids) for one in prompts))
         streams = [self.engine.generate(choice) for choice in self.choices]
         if self.metrics is not None:
             streams = [self.metrics.watch(stream) for stream in streams]
@@ -86,7 +87,7 @@ class Job:
                 first = index not in self.counts
                 self.counts[index] = output
                 yield index, self._with_prompt(index, output) if first else output
-        await self.transfer.send(prompts)
+        await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
         """A choice's first output, with the prompt prepended if it is to be echoed."""
@@ -160,3 +161,83 @@ class Job:
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+T = TypeVar("T")
+
+
+async def merge(
+    streams: Sequence[AsyncIterator[T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Items with the number of their stream; if one stream fails, or this one is closed, all end.
+
+    After ``timeout`` seconds, ends all of them and raises DeadlineExceeded.
+    """
+    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def drain(index: int, stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    items.put_nowait((index, item))
+            items.put_nowait(None)
+        except Exception as error:
+            items.put_nowait(error)
+
+    timer = None
+    if timeout is not None:
+        late = DeadlineExceeded("the request took longer than this server allows")
+        timer = asyncio.get_running_loop().call_later(max(0.0, timeout), items.put_nowait, late)
+    tasks = [asyncio.create_task(drain(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await items.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RemotePrefill:
+    """``kv_transfer_params``, by vLLM's names: prompts of one request that one server computes and another continues.
+
+    A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``, and then to a decode
+    server with the values from the first answer. What they name is in the directory that both share; what is missing is
+    computed.
+
+    Args:
+        engine: serves it, in its role.
+        params: what the request says about other servers.
+    """
+
+    def __init__(self, engine: AsyncEngine, params: KVTransferParams | None) -> None:
+        self._engine, self._params = engine, params or KVTransferParams()
+        self._sent: list[str] = []
+
+    async def receive(self, tokens: int) -> None:
+        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as that pays."""
+        if self._params.do_remote_prefill:
+            await receive(self._engine, tuple(self._params.remote_snapshots), tokens)
+
+    async def send(self, prompts: Sequence[Request]) -> None:
+        """Waits until other servers can find what was computed of prompts: where they are to continue it, and always on
+        a prefill server."""
+        if self._params.do_remote_decode or self._engine.role == "prefill":
+            sent = await asyncio.gather(*(send(self._engine, prompt) for prompt in prompts))
+            self._sent = list(dict.fromkeys(name for names in sent for name in names))
+
+    def answer_field(self) -> dict[str, Any]:
+        """The field of an answer; none where it was not requested. Null is what has to be computed."""
+        if not self._params.do_remote_decode:
+            return {}
+        names = {"do_remote_prefill": True, "do_remote_decode": False, "remote_snapshots": self._sent}
+        return {"kv_transfer_params": names if self._sent else None}
