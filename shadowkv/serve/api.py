@@ -15,12 +15,12 @@ from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.cache_routes import cache_routes
 from shadowkv.serve.choice_routes import choice_routes
 from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
+from shadowkv.serve.endpoint import Responder
 from shadowkv.serve.errors import handle_errors
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.middleware import Guard, HeadAsGet, RequestLog
 from shadowkv.serve.page_assets import PAGE_PATHS, page_assets
 from shadowkv.serve.page_routes import page_routes
-from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.routing import Application
 from shadowkv.serve.settings import ServerSettings

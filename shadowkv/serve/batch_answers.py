@@ -12,8 +12,8 @@ from shadowkv.serve.batch_lines import LineRequest
 from shadowkv.serve.body import validated
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
+from shadowkv.serve.endpoint import prepare
 from shadowkv.serve.errors import as_api_error
-from shadowkv.serve.prepare import prepare
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:

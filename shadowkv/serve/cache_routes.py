@@ -15,10 +15,9 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.answers import RestoredPrompt, SavedPrompt
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
-from shadowkv.serve.endpoints import Endpoint
+from shadowkv.serve.endpoint import Endpoint, check_model, engine_request
 from shadowkv.serve.errors import DeadlineExceeded
 from shadowkv.serve.metrics import Metrics
-from shadowkv.serve.prepare import check_model, engine_request
 from shadowkv.serve.protocol import RestoreRequest, SaveRequest
 from shadowkv.serve.replies import reply
 from shadowkv.serve.routing import FOR_EVERY_BODY, BodyRoute, responses

@@ -7,7 +7,7 @@ from typing import Any
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.choices import Choices, selections_of
-from shadowkv.serve.endpoints import Endpoint
+from shadowkv.serve.endpoint import Endpoint
 from shadowkv.serve.jobs import Piece
 from shadowkv.serve.logprobs import chat_logprobs
 from shadowkv.serve.messages import template_input

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from shadowkv.serve.endpoints import Endpoint
+from shadowkv.serve.endpoint import Endpoint
 from shadowkv.serve.jobs import Job, Piece
 from shadowkv.serve.replies import Events
 

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 
 from shadowkv.serve.answers import Detokenized, Tokenized, TokenizerInfo
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.endpoint import check_model
 from shadowkv.serve.messages import template_input
-from shadowkv.serve.prepare import check_model
 from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest, Tokens
 from shadowkv.serve.routing import FOR_EVERY_BODY, BodyRoute, responses
 from shadowkv.serve.tokenization import check_length, encode, in_turn, tokenize_limit

@@ -10,8 +10,7 @@ from fastapi.responses import JSONResponse
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.anthropic.endpoint import Messages
 from shadowkv.serve.anthropic.protocol import MessagesRequest, Prompt
-from shadowkv.serve.prepare import check_model
-from shadowkv.serve.responder import Responder
+from shadowkv.serve.endpoint import Responder, check_model
 from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tokenization import in_turn, tokenize_limit

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
 
-from shadowkv.serve.responder import Responder
+from shadowkv.serve.endpoint import Responder
 from shadowkv.serve.responses.answers import Response
 from shadowkv.serve.responses.endpoint import Responses
 from shadowkv.serve.responses.protocol import ResponsesRequest
