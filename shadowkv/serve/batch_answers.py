@@ -10,8 +10,7 @@ from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_lines import LineRequest
 from shadowkv.serve.body import validated
-from shadowkv.serve.chats import ChatCompletions
-from shadowkv.serve.completions import Completions
+from shadowkv.serve.completions import ChatCompletions, Completions
 from shadowkv.serve.endpoint import prepare
 from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.settings import ServerSettings

@@ -13,8 +13,7 @@ from fastapi.responses import JSONResponse
 from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.answers import RestoredPrompt, SavedPrompt
-from shadowkv.serve.chats import ChatCompletions
-from shadowkv.serve.completions import Completions
+from shadowkv.serve.completions import ChatCompletions, Completions
 from shadowkv.serve.endpoint import Endpoint, check_model, engine_request
 from shadowkv.serve.errors import DeadlineExceeded
 from shadowkv.serve.metrics import Metrics

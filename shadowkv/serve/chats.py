@@ -1,21 +1,24 @@
-"""``/v1/chat/completions``, and what all conversation APIs share: a chat's prompt, its calls and its thoughts."""
+"""What all conversation APIs share: a chat's prompt, its calls and its thoughts; and answers that are assembled from
+typed events, as a stream has them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.choices import Choices, selections_of
 from shadowkv.serve.endpoint import Endpoint
-from shadowkv.serve.jobs import Piece
-from shadowkv.serve.logprobs import chat_logprobs
+from shadowkv.serve.jobs import Job
 from shadowkv.serve.messages import template_input
 from shadowkv.serve.protocol import ChatRequest
 from shadowkv.serve.reasoning import ReasoningParser
+from shadowkv.serve.replies import Events
 from shadowkv.serve.tokenization import check_length
 from shadowkv.serve.tool_formats import Listed, Named
-from shadowkv.serve.tool_parser import CallPart, ToolParser, call_id
+from shadowkv.serve.tool_parser import ToolParser, call_id
 
 END_TOKENS = 16
 """Final tokens of a prompt that are searched for the beginning of the thoughts, which some templates write."""
@@ -57,46 +60,45 @@ class Chat(Endpoint):
         return ReasoningParser(self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False))
 
 
-class ChatCompletions(Chat, Choices):
-    """The OpenAI API's chats."""
+class EventOutput(Protocol):
+    """One answer.
 
-    url = "/v1/chat/completions"
-    request_type = ChatRequest
-    id_prefix = "chatcmpl"
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    Attributes:
+        whole: what ``events`` have assembled so far.
+    """
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-        if piece.thought:
-            message |= {"content": piece.text or None, "reasoning_content": piece.thought}
-        if piece.calls:
-            message |= {"content": piece.text or None, "tool_calls": [_call(part) for part in piece.calls]}
-        return self._with("message", message, piece)
+    whole: dict[str, Any]
 
-    def delta(self, piece: Piece) -> list[dict[str, Any]]:
-        chunks = []
-        if piece.first:
-            chunks.append(self._with("delta", {"role": "assistant", "content": ""}, Piece(piece.index)))
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-        if piece.thought:
-            delta["reasoning_content"] = piece.thought
-        if piece.calls:
-            delta["tool_calls"] = [{"index": part.index, **_call(part)} for part in piece.calls]
-        chunks.append(self._with("delta", delta, piece))
-        return chunks
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as it is generated."""
+        ...
 
-    def _with(self, key: str, value: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.index,
-            key: value,
-            "logprobs": None if piece.logprobs is None else chat_logprobs(self.tokenizer, piece.logprobs),
-            "finish_reason": piece.finish_reason,
-            **selections_of(piece),
-        }
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event for an error."""
+        ...
 
 
-def _call(part: CallPart) -> dict[str, Any]:
-    """A call in the API's form, or the part of one that comes after its name."""
-    if part.name is None:
-        return {"function": {"arguments": part.arguments}}
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+class EventChat(Chat):
+    """A chat requested through an API of another shape: its bodies have a ``chat``."""
+
+    sign_of_life: ClassVar[str] = Events.sign_of_life
+
+    @abstractmethod
+    def output(self, job: Job) -> EventOutput:
+        """The object that makes the answer."""
+
+    def request(self, body: Any) -> ChatRequest:
+        chat = body.chat
+        assert isinstance(chat, ChatRequest)
+        return chat
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        output = self.output(job)
+        async with aclosing(output.events()) as events:
+            async for _ in events:
+                pass
+        return output.whole
+
+    def stream(self, job: Job) -> Events:
+        output = self.output(job)
+        return Events(output.events(), output.failure, named=True, end="", sign_of_life=self.sign_of_life)

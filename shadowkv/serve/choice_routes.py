@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from shadowkv.serve.answers import ChatCompletion, Completion
-from shadowkv.serve.chats import ChatCompletions
-from shadowkv.serve.completions import Completions
+from shadowkv.serve.completions import ChatCompletions, Completions
 from shadowkv.serve.endpoint import Responder
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses

@@ -1,5 +1,5 @@
-"""An endpoint that is asked for text: its prompts and the shapes of its answers, and the way of a request through it, from
-its checked body to a job for the engine, and from that to the response."""
+"""Endpoints that are asked for text: what is specific to each, its prompts and the shapes of its answers, and what all
+share: the way from a checked body to a job for the engine, and from that to the response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.engine.request import Request, RequestError
+from shadowkv.engine.request import Request as EngineRequest
+from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.errors import as_api_error
@@ -90,6 +91,39 @@ class Endpoint(ABC):
         """The answer as it is generated."""
 
 
+@dataclass(frozen=True)
+class Responder:
+    """Answers requests within the server's limits, and ends them when the client hangs up.
+
+    Attributes:
+        engines: by model name.
+        served_name: model that answers where a request names none; only its work is counted in ``metrics``.
+    """
+
+    engines: Mapping[str, AsyncEngine]
+    served_name: str
+    settings: ServerSettings
+    metrics: Metrics
+
+    async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
+        """The answer, whole or as a stream, or the error."""
+        seconds = self.settings.request_timeout
+        deadline = time.monotonic() + seconds if seconds else None
+
+        async def answer() -> Response:
+            asked = body.model or self.served_name
+            name = asked if asked in self.engines else self.served_name
+            job = await prepare(self.engines[name], endpoint, body, name)
+            job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
+            if body.stream:
+                return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
+            content = await endpoint.answer(job)
+            # Writing down the log-probabilities of a long prompt takes a while.
+            return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
+
+        return await reply(request, answer)
+
+
 def check_model(asked: str | None, model: str) -> None:
     """Raises ApiError if the request names a model other than ``model``."""
     if asked not in (None, model):
@@ -146,7 +180,7 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
     return job
 
 
-def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
+def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> EngineRequest:
     """A request to the engine; raises ApiError if it could never be served."""
     try:
         return engine.request(prompt, params)
@@ -154,36 +188,3 @@ def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParam
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
         code = "context_length_exceeded" if too_long else None
         raise ApiError(str(error), param=error.param, code=code) from error
-
-
-@dataclass(frozen=True)
-class Responder:
-    """Answers requests within the server's limits, and ends them when the client hangs up.
-
-    Attributes:
-        engines: by model name.
-        served_name: model that answers where a request names none; only its work is counted in ``metrics``.
-    """
-
-    engines: Mapping[str, AsyncEngine]
-    served_name: str
-    settings: ServerSettings
-    metrics: Metrics
-
-    async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
-        """The answer, whole or as a stream, or the error."""
-        seconds = self.settings.request_timeout
-        deadline = time.monotonic() + seconds if seconds else None
-
-        async def answer() -> Response:
-            asked = body.model or self.served_name
-            name = asked if asked in self.engines else self.served_name
-            job = await prepare(self.engines[name], endpoint, body, name)
-            job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
-            if body.stream:
-                return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
-            content = await endpoint.answer(job)
-            # Writing down the log-probabilities of a long prompt takes a while.
-            return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
-
-        return await reply(request, answer)

@@ -7,7 +7,7 @@ import json
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest
 from shadowkv.serve.api_error import MESSAGES_URL
-from shadowkv.serve.event_chats import EventChat
+from shadowkv.serve.chats import EventChat
 from shadowkv.serve.jobs import Job
 
 

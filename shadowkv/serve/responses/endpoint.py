@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shadowkv.serve.event_chats import EventChat
+from shadowkv.serve.chats import EventChat
 from shadowkv.serve.jobs import Job
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
