@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from shadowkv.serve.anthropic.routes import messages_routes
 from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.cache_routes import cache_routes
-from shadowkv.serve.choice_routes import choice_routes
 from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.endpoint import Responder
 from shadowkv.serve.errors import handle_errors
@@ -22,12 +21,11 @@ from shadowkv.serve.middleware import Guard, HeadAsGet, RequestLog
 from shadowkv.serve.page_assets import PAGE_PATHS, page_assets
 from shadowkv.serve.page_routes import page_routes
 from shadowkv.serve.responses.routes import responses_routes
+from shadowkv.serve.routes import choice_routes, token_routes, unserved_routes
 from shadowkv.serve.routing import Application
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.status_routes import status_routes
-from shadowkv.serve.token_routes import token_routes
 from shadowkv.serve.tracing import Tracing
-from shadowkv.serve.unserved_routes import unserved_routes
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

@@ -1,27 +1,54 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer."""
+"""Routes of the OpenAI API and of vLLM: completions, chats, the token ids of texts, and those that are refused."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.serve.answers import Detokenized, Tokenized, TokenizerInfo
+from shadowkv.serve.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.endpoint import check_model
+from shadowkv.serve.completions import ChatCompletions, Completions
+from shadowkv.serve.endpoint import Responder, check_model
 from shadowkv.serve.messages import template_input
-from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest, Tokens
-from shadowkv.serve.routing import FOR_EVERY_BODY, BodyRoute, responses
+from shadowkv.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
+from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tokenization import check_length, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
 
+UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations")
+
+
+def choice_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:
+    """``/v1/completions`` and ``/v1/chat/completions``."""
+    router = APIRouter(route_class=BodyRoute)
+    completions, chats = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
+
+    @router.post(
+        Completions.url, response_model=None, responses=responses(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM)
+    )
+    async def post_completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(completions, body, request)
+
+    @router.post(
+        ChatCompletions.url,
+        response_model=None,
+        responses=responses(ChatCompletion, *FOR_EVERY_TEXT, text=EVENT_STREAM),
+    )
+    async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await respond(chats, body, request)
+
+    return router
+
 
 def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
-    """The routes; their work, including the formatting of answers, is done in threads."""
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer. Their
+    work, including the formatting of answers, is done in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> Response:
@@ -70,4 +97,18 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
         return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}
 
+    return router
+
+
+def unserved_routes() -> APIRouter:
+    """Routes for other kinds of models: each is refused clearly, and posted bodies are not read."""
+    router = APIRouter()
+
+    async def refuse() -> Response:
+        served = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages"
+        raise ApiError(f"this server generates text and nothing else: ask {served}", code="not_served")
+
+    for url in UNSERVED:
+        documented = {status: one for status, one in responses(None, 400, 401, 413, 429, 503).items() if status != 200}
+        router.add_api_route(url, refuse, methods=["POST"], status_code=400, response_model=None, responses=documented)
     return router
