@@ -25,9 +25,8 @@ from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.batch_lines import LineRequest
 from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
 from shadowkv.serve.body import parse_json
-from shadowkv.serve.log import set_up_log
+from shadowkv.serve.process import exit_on_signals, set_up_log
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import exit_on_signals
 from shadowkv.wording import counted
 
 CONCURRENCY = 2

@@ -16,15 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.process import exit_on_signals, run_until_stopped
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import (
-    add_arguments,
-    bind,
-    check_arguments,
-    exit_on_signals,
-    run_until_stopped,
-    with_surroundings,
-)
+from shadowkv.serve.start import add_arguments, bind, check_arguments, with_surroundings
 
 if TYPE_CHECKING:
     from ray.serve import Application

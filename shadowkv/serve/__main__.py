@@ -11,15 +11,9 @@ from pathlib import Path
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.process import run_until_stopped
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import (
-    add_arguments,
-    bind,
-    check_arguments,
-    load_engines,
-    run_until_stopped,
-    with_surroundings,
-)
+from shadowkv.serve.start import add_arguments, bind, check_arguments, load_engines, with_surroundings
 
 SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2

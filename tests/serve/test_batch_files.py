@@ -15,7 +15,7 @@ import pytest
 from shadowkv.serve import __main__ as command
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.batch_mode import run_batch
-from shadowkv.serve.start import on_terminate
+from shadowkv.serve.process import on_terminate
 
 REQUESTS = [
     json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}})

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from shadowkv.serve import __main__ as command
-from shadowkv.serve.open_files import FILES_BESIDE
+from shadowkv.serve.process import FILES_BESIDE
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_help_needs_no_torch():
 
 def test_help_where_there_are_no_limits_of_files():
     code = "import sys\nsys.modules['resource'] = None  # as on Windows\nimport shadowkv.serve.__main__ as m\n"
-    code += "from shadowkv.serve.open_files import allow_open_files\nassert allow_open_files(10**9) == 10**9\n"
+    code += "from shadowkv.serve.process import allow_open_files\nassert allow_open_files(10**9) == 10**9\n"
     result = subprocess.run(
         [sys.executable, "-c", f"{code}m.main(['--help'])"], capture_output=True, text=True, timeout=120
     )
