@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
             print(line, flush=True)
         name = args.served_model_name or engine.model_name
         if args.input is not None:
-            from shadowkv.serve.batch_mode import run_batch
+            from shadowkv.serve.batch_answers import run_batch
 
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.server import serve

@@ -1,4 +1,4 @@
-"""Answers a batch file's requests: the server's own code without HTTP."""
+"""Answers the requests of a batch file with an engine in this process: the server's own code without HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.batch_lines import LineRequest
+from shadowkv.serve.batch_mode import BatchRun, run_files
 from shadowkv.serve.body import validated
 from shadowkv.serve.completions import ChatCompletions, Completions
 from shadowkv.serve.endpoint import prepare
@@ -56,3 +58,32 @@ class LineAnswers:
         if body.stream:
             raise ApiError("stream is not supported in a batch", param="stream")
         return await endpoint.answer(await prepare(self._engine, endpoint, body, self._model))
+
+
+async def answer_with(
+    engine: AsyncEngine, model: str, settings: ServerSettings | None, run: BatchRun, concurrency: int
+) -> None:
+    """Answers every line that has no answer, ``concurrency`` at a time; raises ApiError if the engine dies, OSError if
+    the disk is full."""
+    answers = LineAnswers(engine, model, settings)
+    with run.writing():
+        requests = run.requests()  # one iterator for all workers
+
+        async def work() -> None:
+            for request in requests:
+                run.write(await answers.record(request))
+
+        workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+def run_batch(
+    engine: AsyncEngine, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
+) -> int:
+    """Answers the file with an engine and reports the outcome; returns the exit code."""
+    return run_files(files, lambda run: asyncio.run(answer_with(engine, model, settings, run, concurrency)))

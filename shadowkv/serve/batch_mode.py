@@ -8,13 +8,12 @@ request, that they are unchanged; those that failed or have changed since are an
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,11 +21,7 @@ from shadowkv.command_line import one_line
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.batch_lines import BatchLines, LineRequest
-from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
-
-if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
 
 
 class BatchFailed(Exception):
@@ -94,37 +89,6 @@ class BatchRun:
     def kept(self) -> str:
         """After an interrupted run: how many answers there are, and where."""
         return self.files.kept(len(self.lines.answered) + self.done)
-
-
-async def answer_with(
-    engine: AsyncEngine, model: str, settings: ServerSettings | None, run: BatchRun, most: int
-) -> None:
-    """Answers every line that has no answer, ``most`` at a time; raises ApiError if the engine dies, OSError if the
-    disk is full."""
-    from shadowkv.serve.batch_answers import LineAnswers  # imported here: it needs PyTorch, which takes seconds
-
-    answers = LineAnswers(engine, model, settings)
-    with run.writing():
-        requests = run.requests()  # one iterator for all workers
-
-        async def work() -> None:
-            for request in requests:
-                run.write(await answers.record(request))
-
-        workers = [asyncio.create_task(work()) for _ in range(most)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-
-def run_batch(
-    engine: AsyncEngine, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
-) -> int:
-    """Answers the file with an engine and reports the outcome; returns the exit code."""
-    return run_files(files, lambda run: asyncio.run(answer_with(engine, model, settings, run, concurrency)))
 
 
 def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:

@@ -51,7 +51,7 @@ def on_terminate(number: int, frame: object) -> NoReturn:
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes and shortens messages, so that nothing that a client sends makes a record look like two, or makes it long;
+    """Escapes and shortens messages, so that nothing that a client sends makes a record look like two, or long;
     tracebacks keep their lines, none of which begins like a record."""
 
     def __init__(self) -> None:

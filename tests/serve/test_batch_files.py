@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shadowkv.serve import __main__ as command
+from shadowkv.serve.batch_answers import run_batch
 from shadowkv.serve.batch_files import BatchFiles, Sink
-from shadowkv.serve.batch_mode import run_batch
 from shadowkv.serve.process import on_terminate
 
 REQUESTS = [
