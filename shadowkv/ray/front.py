@@ -21,8 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 from shadowkv.ray.forwarded import ForwardedRequest, sendable
 from shadowkv.ray.metrics import merged
 from shadowkv.ray.prefixes import prefix_of
-from shadowkv.serve.api import add_middleware
 from shadowkv.serve.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.app import add_middleware
 from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.errors import RETRY_SECONDS, error_response, handle_errors
 from shadowkv.serve.metrics import ConnectionMetrics

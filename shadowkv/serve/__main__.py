@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
             from shadowkv.serve.batch_answers import run_batch
 
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
-        from shadowkv.serve.server import serve
+        from shadowkv.serve.app import serve
 
         serve(engines, name, listener, settings)
     return 0

@@ -9,27 +9,20 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
-from shadowkv.serve.api import build_app
 from shadowkv.serve.connections import ConnectionConfig
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
 
-if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
-
 Stop = Callable[[], Awaitable[object]]
 
-ENGINE_SECONDS = 5.0
 CONNECTION_SECONDS = 5
-"""How long a stop waits for the current step, and then for clients to read what they are still sent."""
+"""How long a stop waits for clients to read what they are still sent."""
 
 POLL_SECONDS = 0.05
 
@@ -87,14 +80,6 @@ class _Server(uvicorn.Server):
         # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
         await asyncio.gather(*(stop() for stop in self._stops))
         await super().shutdown(sockets)
-
-
-def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
-    """Serves the first engine on a bound socket, with a second one, if any, that its answers are compared with;
-    raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
-    engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
-    app = build_app(engines[0], served_name, settings, *engines[1:])
-    run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)
 
 
 def run(app: FastAPI, stops: Sequence[Stop], listener: socket.socket) -> None:

@@ -19,7 +19,7 @@ from http_server import http_server
 from replies import events
 from starlette.responses import Response
 
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 from shadowkv.serve.process import FILES_BESIDE
 from shadowkv.serve.settings import ServerSettings
 

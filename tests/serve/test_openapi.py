@@ -13,7 +13,7 @@ from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve import answers, status_routes
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 from shadowkv.serve.page_routes import ServerStats
 from shadowkv.serve.parameters import IGNORED, NEUTRAL, RANGES
 from shadowkv.serve.responses.answers import Response

@@ -17,8 +17,8 @@ from test_serve_errors import error_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve import __main__ as command
 from shadowkv.serve import documents
-from shadowkv.serve.api import build_app
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.app import build_app
 from shadowkv.serve.documents import read_document
 from shadowkv.serve.page_assets import PAGE_PATHS
 from shadowkv.serve.page_routes import DocumentText
@@ -223,7 +223,7 @@ def test_a_document_over_http(call, monkeypatch):
 
 
 def test_a_document_that_takes_too_long_is_given_up(engine, monkeypatch):
-    monkeypatch.setattr("shadowkv.serve.api.DOCUMENT_SECONDS", 0.0)
+    monkeypatch.setattr("shadowkv.serve.app.DOCUMENT_SECONDS", 0.0)
     app = build_app(engine, "fake")
     answer = ask(app, "POST", "/page/document", content=b"a", headers=BINARY)
     app.state.documents.close()

@@ -15,7 +15,7 @@ from test_serve_clients import wait_until
 from test_serve_errors import error_of
 from test_serve_tools import TEXT, WEATHER
 
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 from shadowkv.serve.responses.answers import Response
 from shadowkv.serve.settings import ServerSettings
 

@@ -19,7 +19,7 @@ import pytest
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 from shadowkv.serve.middleware import RequestLog
 from shadowkv.serve.settings import ServerSettings
 

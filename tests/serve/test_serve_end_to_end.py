@@ -18,7 +18,7 @@ from http_server import http_server
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 from shadowkv.serve.batch_answers import run_batch
 from shadowkv.serve.batch_files import BatchFiles
 

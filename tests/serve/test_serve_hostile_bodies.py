@@ -23,8 +23,8 @@ from test_serve_long_prompts import TRIES, health_waits
 
 from shadowkv.serve import body_reader, limits
 from shadowkv.serve.anthropic.protocol import MessagesRequest
-from shadowkv.serve.api import build_app
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.app import build_app
 from shadowkv.serve.body import read_body, validated
 from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -1,10 +1,12 @@
-"""The HTTP API: the routes of all APIs, models, health, version and metrics."""
+"""The application: what is between clients and the routes, and the routes of all APIs; and its serving on a socket."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -23,12 +25,16 @@ from shadowkv.serve.page_routes import page_routes
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.routes import choice_routes, token_routes, unserved_routes
 from shadowkv.serve.routing import Application
+from shadowkv.serve.server import run
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.status_routes import status_routes
 from shadowkv.serve.tracing import Tracing
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+
+ENGINE_SECONDS = 5.0
+"""How long a stop waits for the current step."""
 
 
 def build_app(
@@ -89,3 +95,11 @@ def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | No
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+
+
+def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
+    """Serves the first engine on a bound socket, with a second one, if any, that its answers are compared with;
+    raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
+    engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
+    app = build_app(engines[0], served_name, settings, *engines[1:])
+    run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)
