@@ -20,13 +20,13 @@ from typing import Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.batch_lines import LineRequest
-from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
-from shadowkv.serve.body import parse_json
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.batch.lines import LineRequest
+from shadowkv.serve.batch.run import BatchFailed, BatchRun, run_files
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import parse_json
+from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import exit_on_signals, set_up_log
-from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
@@ -85,7 +85,7 @@ class Replica:
     def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
         # Imported here: the driver needs no PyTorch.
         from shadowkv.engine.async_engine import AsyncEngine
-        from shadowkv.serve.batch_answers import LineAnswers
+        from shadowkv.serve.batch.answers import LineAnswers
 
         try:
             engine = AsyncEngine(config)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import run_until_stopped
-from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.start import add_arguments, bind, check_arguments, load_engines, with_surroundings
 
 SHUTDOWN_SECONDS = 10.0
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
             print(line, flush=True)
         name = args.served_model_name or engine.model_name
         if args.input is not None:
-            from shadowkv.serve.batch_answers import run_batch
+            from shadowkv.serve.batch.answers import run_batch
 
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve

@@ -13,22 +13,21 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv.serve.anthropic.routes import messages_routes
-from shadowkv.serve.body_reader import BodyReader
-from shadowkv.serve.cache_routes import cache_routes
-from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
-from shadowkv.serve.endpoint import Responder
-from shadowkv.serve.errors import handle_errors
-from shadowkv.serve.metrics import Metrics
-from shadowkv.serve.middleware import Guard, HeadAsGet, RequestLog
-from shadowkv.serve.page_assets import PAGE_PATHS, page_assets
-from shadowkv.serve.page_routes import page_routes
+from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.http.errors import handle_errors
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog
+from shadowkv.serve.http.routing import Application
+from shadowkv.serve.http.server import run
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.http.status_routes import status_routes
+from shadowkv.serve.http.tracing import Tracing
+from shadowkv.serve.openai.cache_routes import cache_routes
+from shadowkv.serve.openai.endpoint import Responder
+from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_routes
+from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
+from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
-from shadowkv.serve.routes import choice_routes, token_routes, unserved_routes
-from shadowkv.serve.routing import Application
-from shadowkv.serve.server import run
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.status_routes import status_routes
-from shadowkv.serve.tracing import Tracing
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
-from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import SettingsError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from faulty_disks import BrokenDisk, HeldDisk
 
 from shadowkv.cache.__main__ import main
 from shadowkv.cache.filesystem import FileSystem
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
 
 Serve = Callable[..., Any]
 

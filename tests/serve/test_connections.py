@@ -20,8 +20,8 @@ from replies import events
 from starlette.responses import Response
 
 from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import FILES_BESIDE
-from shadowkv.serve.settings import ServerSettings
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 

@@ -11,14 +11,15 @@ from pydantic import BaseModel
 
 from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.serve import answers, status_routes
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.app import build_app
-from shadowkv.serve.page_routes import ServerStats
-from shadowkv.serve.parameters import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.http import status_routes
+from shadowkv.serve.http.routing import Error
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai import answers
+from shadowkv.serve.page.routes import ServerStats
 from shadowkv.serve.responses.answers import Response
-from shadowkv.serve.routing import Error
-from shadowkv.serve.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [

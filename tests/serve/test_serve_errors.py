@@ -8,12 +8,12 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.body import validated
-from shadowkv.serve.body_reader import SHORT_BYTES
-from shadowkv.serve.limits import MAX_UNKNOWN
-from shadowkv.serve.parameters import unknown
-from shadowkv.serve.protocol import CompletionRequest
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import validated
+from shadowkv.serve.bodies.limits import MAX_UNKNOWN
+from shadowkv.serve.bodies.parameters import unknown
+from shadowkv.serve.bodies.reader import SHORT_BYTES
+from shadowkv.serve.openai.protocol import CompletionRequest
 
 UNSUPPORTED = {
     "tools": [{"type": "function"}],
@@ -184,7 +184,7 @@ def test_dead_engine(post, call, engine):
 def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
     post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowkv.serve.replies.PROMPTLY", 0)
+    monkeypatch.setattr("shadowkv.serve.http.replies.PROMPTLY", 0)
     busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=True)
     assert busy.status_code == 503
     assert "Retry-After" in busy.headers

@@ -16,7 +16,7 @@ from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
 from shadowkv.serve.app import build_app
-from shadowkv.serve.settings import KEY_VARIABLE, ServerSettings
+from shadowkv.serve.http.settings import KEY_VARIABLE, ServerSettings
 
 
 def asgi(engine, settings, *requests):

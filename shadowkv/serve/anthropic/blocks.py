@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shadowkv.serve.body import Body, Dropped, Name, Text, wrong
-from shadowkv.serve.converted import few_parts, union_by_type
-from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
-from shadowkv.serve.tools import within
+from shadowkv.serve.bodies.body import Body, Dropped, Name, Text, wrong
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
+from shadowkv.serve.openai.converted import few_parts, union_by_type
+from shadowkv.serve.openai.tools import within
 
 NO_TEXT = "images, documents, search results and blocks of server tools"
 

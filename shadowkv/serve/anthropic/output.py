@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from shadowkv.serve.api_error import MESSAGES_URL, ApiError
-from shadowkv.serve.jobs import Job, Piece
-from shadowkv.serve.tool_parser import CallPart
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.text.tool_parser import CallPart
 
 Event = dict[str, Any]
 

@@ -11,13 +11,13 @@ from fastapi.responses import JSONResponse
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
-from shadowkv.serve.api_error import MESSAGES_URL
-from shadowkv.serve.chats import EventChat
-from shadowkv.serve.endpoint import Responder, check_model
-from shadowkv.serve.jobs import Job
-from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.tokenization import in_turn, tokenize_limit
+from shadowkv.serve.bodies.api_error import MESSAGES_URL
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.chats import EventChat
+from shadowkv.serve.openai.endpoint import Responder, check_model
+from shadowkv.serve.openai.jobs import Job
+from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine

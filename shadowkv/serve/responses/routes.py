@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
 
-from shadowkv.serve.chats import EventChat
-from shadowkv.serve.endpoint import Responder
-from shadowkv.serve.jobs import Job
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.chats import EventChat
+from shadowkv.serve.openai.endpoint import Responder
+from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.responses.answers import Response
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
-from shadowkv.serve.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
-from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
