@@ -58,8 +58,8 @@ def _run(args: argparse.Namespace) -> int:
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bind(args.host, args.port))
             engines = load_engines(config, args.compare)
-            for one in engines:
-                stack.callback(one.shutdown, SHUTDOWN_SECONDS)
+            for engine in engines:
+                stack.callback(engine.shutdown, SHUTDOWN_SECONDS)
             engine = engines[0]
             settings.check_template(engine.tokenizer.chat_template)
         except (ValueError, MemoryError, OSError) as error:

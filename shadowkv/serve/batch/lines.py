@@ -97,11 +97,11 @@ class BatchLines:
 
 def _requests(files: BatchFiles) -> dict[str, str]:
     """The digests of the file's requests, by custom_id: of duplicates the first one's, as the others are refused."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with files.input.open("rb") as source:
         for line in source:
             with suppress(json.JSONDecodeError):
                 request = parse_json(line)
                 if isinstance(request, dict) and isinstance(request.get("custom_id"), str):
-                    found.setdefault(request["custom_id"], digest(request))
-    return found
+                    digests.setdefault(request["custom_id"], digest(request))
+    return digests

@@ -64,11 +64,11 @@ class BatchRun:
         with self.files.input.open("rb") as source:
             for number, line in enumerate(source, 1):
                 if line.strip():
-                    found = self.lines.read(number, line, offset)
-                    if isinstance(found, LineRequest):
-                        yield found
-                    elif found is not None:
-                        self.write(found)
+                    request_or_record = self.lines.read(number, line, offset)
+                    if isinstance(request_or_record, LineRequest):
+                        yield request_or_record
+                    elif request_or_record is not None:
+                        self.write(request_or_record)
                     else:
                         self.skipped += 1
                         self._bar.total -= 1  # so that the time left is that of the remaining ones

@@ -39,7 +39,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             # Compared by type too: to Python, true equals 1 and 0.0 equals false.
             neutral_values = NEUTRAL.get(name, ())
-            if name in IGNORED or any(type(value) is type(one) and value == one for one in neutral_values):
+            if name in IGNORED or any(type(value) is type(neutral) and value == neutral for neutral in neutral_values):
                 continue
             if name not in NEUTRAL and name not in UNSUPPORTED:
                 unknown.tell(name)
@@ -116,14 +116,14 @@ def parse_json(raw: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
         raise JSONDecodeError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed", "", 0)
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
             seen.add(key)
-    return found
+    return value
 
 
 def _float(digits: str) -> float:

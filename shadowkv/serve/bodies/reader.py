@@ -83,16 +83,16 @@ class BodyReader:
             process = _Process(self._memory)
         self._working.add(process)
         try:
-            found = process.read(raw, work, seconds)
+            result = process.read(raw, work, seconds)
         finally:
             self._working.discard(process)
             if self._closed or process.has_ended:
                 process.end()
             else:
                 self.idle.append(process)
-        if isinstance(found, ApiError):
-            raise found
-        return found
+        if isinstance(result, ApiError):
+            raise result
+        return result
 
 
 class _Process:
@@ -131,8 +131,8 @@ class _Process:
         try:
             write_frame(self._stdin, pickle.dumps(work))
             write_frame(self._stdin, raw)
-            found: T | ApiError
-            found, names = pickle.loads(read_frame(self._stdout))
+            result: T | ApiError
+            result, names = pickle.loads(read_frame(self._stdout))
         except (EOFError, OSError):
             self.end()
             if late.is_set():
@@ -147,7 +147,7 @@ class _Process:
                 self.end()
         for name in names:
             unknown.tell(name)
-        return found
+        return result
 
     def end(self) -> None:
         """Ends the process and waits for its end."""

@@ -246,10 +246,10 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _answer_cut(self, reason: str, status: int, message: str) -> None:
-        asked = self.cycle is not None and not self.cycle.response_complete
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not (asked or self.conn.trailing_data[0]):
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not (has_request or self.conn.trailing_data[0]):
             return
-        path = self.cycle.scope["path"] if asked else ""
+        path = self.cycle.scope["path"] if has_request else ""
         body = json.dumps(ApiError(message, status=status, code=reason).body(path)).encode()
         headers = [
             *self.server_state.default_headers,
@@ -257,11 +257,11 @@ class Connection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        if asked and self.cycle.scope["method"] == "HEAD":
+        if has_request and self.cycle.scope["method"] == "HEAD":
             body = b""
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        if asked:
+        if has_request:
             self.cycle.disconnected = True  # whatever the application still sends
 
 

@@ -112,10 +112,10 @@ class Metrics(ConnectionMetrics):
 
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
-        wanted = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
-        found = self.registry.restricted_registry(list(wanted)).collect()
-        samples = [sample for metric in found for sample in metric.samples]
-        return {wanted[sample.name]: sample.value for sample in samples if sample.name in wanted}
+        fields = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
+        metrics = self.registry.restricted_registry(list(fields)).collect()
+        samples = [sample for metric in metrics for sample in metric.samples]
+        return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
 
     async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
         """``stream``, counted as it passes."""
@@ -202,14 +202,14 @@ class _EngineFigures(Collector):
         for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
             for name, (field, text) in names.items():
                 family = kind(f"shadowkv:prefix_cache_{name}", text, labels=["model_name", "tier"])
-                for tier, one in tiers.items():
+                for tier, stats in tiers.items():
                     if tier in TIERS_OF.get(name, tiers):
-                        family.add_metric([self._model, tier], getattr(one, field))
+                        family.add_metric([self._model, tier], getattr(stats, field))
                 yield family
         text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
         seconds = SummaryMetricFamily("shadowkv:prefix_cache_restore_seconds", text, labels=["model_name", "tier"])
         for tier in LOWER:
             if tier in tiers:
-                one = tiers[tier]
-                seconds.add_metric([self._model, tier], one.restores, one.restore_seconds)
+                stats = tiers[tier]
+                seconds.add_metric([self._model, tier], stats.restores, stats.restore_seconds)
         yield seconds

@@ -88,10 +88,10 @@ class Events:
             async for chunk in self.chunks:
                 yield self._event(chunk)
         except Exception as error:
-            told = as_api_error(error)
+            shown = as_api_error(error)
             if (record := current_record()) is not None:
-                record.cut = SERVER_STOPPING if isinstance(error, EngineStopped) else told.code or INTERNAL
-            yield self._event(self.failure(told))
+                record.cut = SERVER_STOPPING if isinstance(error, EngineStopped) else shown.code or INTERNAL
+            yield self._event(self.failure(shown))
         yield self.end
 
     def _event(self, data: dict[str, Any]) -> str:

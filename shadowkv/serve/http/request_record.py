@@ -74,14 +74,16 @@ class RequestRecord:
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to the first token of any of its choices; None before that."""
         outputs = () if self.generation is None else self.generation.counts.values()
-        first = [one.times.first_token for one in outputs if one.times.first_token is not None]
+        first = [output.times.first_token for output in outputs if output.times.first_token is not None]
         return min(first) - self.began if first else None
 
     @property
     def time_in_queue(self) -> float | None:
         """Seconds until the first of its choices was started; None before that."""
         outputs = () if self.generation is None else self.generation.counts.values()
-        waited = [one.times.scheduled - one.times.arrival for one in outputs if one.times.scheduled is not None]
+        waited = [
+            output.times.scheduled - output.times.arrival for output in outputs if output.times.scheduled is not None
+        ]
         return min(waited) if waited else None
 
 

@@ -57,7 +57,7 @@ def status_routes(engine: AsyncEngine, engines: Mapping[str, AsyncEngine], metri
     """
     router = APIRouter()
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
-    models = {name: {"id": name, **about, "max_model_len": one.max_model_len} for name, one in engines.items()}
+    models = {name: {"id": name, **about, "max_model_len": served.max_model_len} for name, served in engines.items()}
 
     @router.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
     async def get_models() -> dict[str, Any]:

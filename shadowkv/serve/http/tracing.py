@@ -47,7 +47,7 @@ class Tracing:
         if record.generation is None:
             return
         usage, params = record.generation.usage(), record.generation.choices[0].params
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.request.id": record.id,
             "gen_ai.response.model": record.generation.model,
             "gen_ai.request.n": len(record.generation.choices),
@@ -66,7 +66,7 @@ class Tracing:
             SPAN_NAME,
             context=self._propagator.extract(headers),
             kind=SpanKind.SERVER,
-            attributes={name: value for name, value in found.items() if value is not None},
+            attributes={name: value for name, value in attributes.items() if value is not None},
             start_time=record.began_ns,
         )
         if record.status >= 500 or record.cut is not None:

@@ -40,10 +40,10 @@ class Chat(Endpoint):
 
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
         """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
-        choice, known = request.choice, self.tool_format
-        if choice.is_forced:
+        chosen, known = request.chosen_tools, self.tool_format
+        if chosen.is_forced:
             new_id = call_id if known is None else known.new_id
-            return Listed(new_id) if choice.name is None else Named(choice.name, new_id)
+            return Listed(new_id) if chosen.name is None else Named(chosen.name, new_id)
         if not request.parses_calls:
             return None
         if known is None:
@@ -64,10 +64,10 @@ class EventOutput(Protocol):
     """One answer.
 
     Attributes:
-        whole: what ``events`` have assembled so far.
+        answer: what ``events`` have assembled so far.
     """
 
-    whole: dict[str, Any]
+    answer: dict[str, Any]
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as it is generated."""
@@ -97,7 +97,7 @@ class EventChat(Chat):
         async with aclosing(output.events()) as events:
             async for _ in events:
                 pass
-        return output.whole
+        return output.answer
 
     def stream(self, job: Job) -> Events:
         output = self.output(job)

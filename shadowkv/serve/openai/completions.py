@@ -36,7 +36,7 @@ class Choices(Endpoint):
         """A piece of a choice, in a stream: one or more chunks."""
 
     async def answer(self, job: Job) -> dict[str, Any]:
-        pieces = await job.whole()
+        pieces = await job.joined_pieces()
 
         def shape() -> list[dict[str, Any]]:
             return [self.choice(piece) for piece in pieces]
@@ -63,7 +63,7 @@ def selections_of(piece: Piece) -> dict[str, Any]:
     """What each of a piece's tokens attended to, where requested."""
     if piece.selections is None:
         return {}
-    return {"selections": [None if one is None else asdict(one) for one in piece.selections]}
+    return {"selections": [None if selection is None else asdict(selection) for selection in piece.selections]}
 
 
 class Completions(Choices):

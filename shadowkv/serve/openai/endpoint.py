@@ -111,8 +111,9 @@ class Responder:
         deadline = time.monotonic() + seconds if seconds else None
 
         async def answer() -> Response:
-            asked = body.model or self.served_name
-            name = asked if asked in self.engines else self.served_name
+            name = body.model or self.served_name
+            if name not in self.engines:
+                name = self.served_name
             job = await prepare(self.engines[name], endpoint, body, name)
             job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
             if body.stream:
@@ -124,10 +125,10 @@ class Responder:
         return await reply(request, answer)
 
 
-def check_model(asked: str | None, model: str) -> None:
+def check_model(requested: str | None, model: str) -> None:
     """Raises ApiError if the request names a model other than ``model``."""
-    if asked not in (None, model):
-        message = f"the model {asked!r} does not exist; this server has {model!r}"
+    if requested not in (None, model):
+        message = f"the model {requested!r} does not exist; this server has {model!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
@@ -166,9 +167,9 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
     def encode() -> Job:
         prompts = endpoint.prompts(request, engine.max_model_len)
         choices = [
-            engine_request(engine, prompt, one)
+            engine_request(engine, prompt, params)
             for prompt in prompts
-            for one in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
+            for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]
         reasoning = [endpoint.reasoning_parser(request, prompt) for prompt in prompts for _ in range(request.n)]
         echo = endpoint.echo(request, prompts)

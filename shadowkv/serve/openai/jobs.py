@@ -75,7 +75,7 @@ class Job:
         """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
         continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
-        await self.remote_prefill.receive(sum(len(one.prompt_token_ids) for one in prompts))
+        await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
         streams = [self.engine.generate(choice) for choice in self.choices]
         if self.metrics is not None:
             streams = [self.metrics.watch(stream) for stream in streams]
@@ -99,27 +99,27 @@ class Job:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it is generated; raises ApiError or EngineDead."""
-        asked = self.choices[0].params.logprobs is not None
+        wants_logprobs = self.choices[0].params.logprobs is not None
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
-                logprobs = (output.logprobs or []) if asked else None
+                logprobs = (output.logprobs or []) if wants_logprobs else None
                 piece = self._read(index, output.text, output.finish_reason)
                 reasoning = self.reasoning[index]
                 if reasoning is not None and reasoning.is_thinking:
                     self.thinking_tokens += len(output.token_ids)
                 piece.selections = output.selections
-                told = piece.text or piece.thought or piece.calls or logprobs or piece.selections
-                if not (told or piece.finish_reason):
+                has_content = piece.text or piece.thought or piece.calls or logprobs or piece.selections
+                if not (has_content or piece.finish_reason):
                     continue
                 piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
                 offsets[index] = piece.offset + width(self.tokenizer, logprobs or [])
                 piece.logprobs, piece.stop_string = logprobs, output.stop_string
                 yield piece
 
-    async def whole(self) -> list[Piece]:
+    async def joined_pieces(self) -> list[Piece]:
         """The whole answer, a piece for each choice; raises ApiError or EngineDead."""
-        count, asked = len(self.choices), self.choices[0].params.logprobs is not None
+        count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         selections: list[list[TokenSelections | None]] = [[] for _ in range(count)]
@@ -130,7 +130,7 @@ class Job:
                 selections[index] += output.selections or ()
         pieces = [self._read(index, "".join(texts[index]), self.counts[index].finish_reason) for index in range(count)]
         for piece in pieces:
-            piece.logprobs = logprobs[piece.index] if asked else None
+            piece.logprobs = logprobs[piece.index] if wants_logprobs else None
             piece.selections = selections[piece.index] if self.request.return_selections else None
         return pieces
 

@@ -238,7 +238,7 @@ def _in_words(turn: Turn) -> Turn:
     if "tool_calls" not in turn:
         return turn
     functions = [call["function"] for call in turn["tool_calls"]]
-    calls = _json([{"name": one["name"], "parameters": one["arguments"]} for one in functions])
+    calls = _json([{"name": function["name"], "parameters": function["arguments"]} for function in functions])
     return {"role": "assistant", "content": f"{turn['content']}\n{calls}".strip()}
 
 

@@ -58,16 +58,18 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": one["name"]}, "parameters": {"$ref": f"#/$defs/{number}"}},
+            "properties": {"name": {"const": function["name"]}, "parameters": {"$ref": f"#/$defs/{number}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for number, one in enumerate(functions)
+        for number, function in enumerate(functions)
     ]
     # Each function's schema is a separate document, whose references begin at its root.
-    documents = {str(number): _moved(one["parameters"], f"/$defs/{number}") for number, one in enumerate(functions)}
-    most = {} if parallel else {"maxItems": 1}
-    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": documents})
+    documents = {
+        str(number): _moved(function["parameters"], f"/$defs/{number}") for number, function in enumerate(functions)
+    }
+    limit = {} if parallel else {"maxItems": 1}
+    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, "$defs": documents})
 
 
 def _moved(value: Any, path: str) -> Any:

@@ -102,7 +102,7 @@ class StreamOptions(Body):
 def _one_or_many(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS or not all(isinstance(item, str) for item in value):
         raise wrong(f"must be a string or a list of up to {MAX_STOP_STRINGS} strings")
     return value
 
@@ -303,22 +303,22 @@ class ChatRequest(GenerationRequest, Conversation):
             raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
-        choice, names = self.choice, [tool["function"]["name"] for tool in self.tools]
-        if choice.is_forced and not names:
-            raise refusal("tool_choice", f"tool_choice {choice} needs tools to choose from")
-        if choice.name is not None and choice.name not in names:
-            raise refusal("tool_choice", f"tool_choice names {choice.name!r}, which is none of tools")
-        if names and choice.kind != "none" and self.response_format is not None:
+        chosen, names = self.chosen_tools, [tool["function"]["name"] for tool in self.tools]
+        if chosen.is_forced and not names:
+            raise refusal("tool_choice", f"tool_choice {chosen} needs tools to choose from")
+        if chosen.name is not None and chosen.name not in names:
+            raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is none of tools")
+        if names and chosen.kind != "none" and self.response_format is not None:
             reason = "response_format leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
             raise refusal("response_format", reason)
-        if choice.is_forced and (self.min_tokens or self.ignore_eos):
+        if chosen.is_forced and (self.min_tokens or self.ignore_eos):
             raise refusal(
-                "tool_choice", f"tool_choice {choice} says where the output ends: no min_tokens or ignore_eos"
+                "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
             )
         return self
 
     @property
-    def choice(self) -> Choice:
+    def chosen_tools(self) -> Choice:
         """``tool_choice``, or its default where it is omitted."""
         return self.tool_choice or Choice("auto" if self.tools else "none")
 
@@ -333,11 +333,11 @@ class ChatRequest(GenerationRequest, Conversation):
     def output_schema(self) -> str | None:
         if not self.calls_are_forced:
             return self.response_format
-        return calls_schema(self.tools, self.choice, self.parallel_tool_calls)
+        return calls_schema(self.tools, self.chosen_tools, self.parallel_tool_calls)
 
     @property
     def calls_are_forced(self) -> bool:
-        return self.choice.is_forced
+        return self.chosen_tools.is_forced
 
     @property
     def one_call(self) -> bool:
@@ -345,7 +345,7 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def parses_calls(self) -> bool:
-        return bool(self.tools) and self.choice.kind == "auto"
+        return bool(self.tools) and self.chosen_tools.kind == "auto"
 
 
 class TokenizeRequest(Conversation):

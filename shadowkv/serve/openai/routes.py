@@ -109,6 +109,8 @@ def unserved_routes() -> APIRouter:
         raise ApiError(f"this server generates text and nothing else: ask {served}", code="not_served")
 
     for url in UNSERVED:
-        documented = {status: one for status, one in responses(None, 400, 401, 413, 429, 503).items() if status != 200}
+        documented = {
+            status: about for status, about in responses(None, 400, 401, 413, 429, 503).items() if status != 200
+        }
         router.add_api_route(url, refuse, methods=["POST"], status_code=400, response_model=None, responses=documented)
     return router

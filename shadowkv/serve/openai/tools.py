@@ -40,7 +40,7 @@ def within(chars: int, value: Any) -> Any:
             raise wrong(f"it is nested too deeply; {MAX_NESTING} levels are allowed")
         values += len(level)
         at_most(MAX_VALUES, "JSON values", values)
-        level = [part for one in level for part in _parts(one)]
+        level = [part for member in level for part in _parts(member)]
     at_most(chars, "characters of JSON", len(json.dumps(value, ensure_ascii=False)))
     return value
 

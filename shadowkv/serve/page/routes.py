@@ -157,7 +157,7 @@ def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, co
             "waiting": stats.waiting,
             **metrics.figures(),
             "tiers": tiers,
-            "segments": [asdict(one) for one in segments],
+            "segments": [asdict(segment) for segment in segments],
             "segment_count": count,
         }
         return JSONResponse(answer)

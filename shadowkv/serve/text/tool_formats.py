@@ -43,12 +43,12 @@ class Mistral(ToolParser):
         while (yield from self._until("[TOOL_CALLS]")):
             yield from self._passed("[TOOL_CALLS]")
             if (yield from self._passed("[")):
-                found = yield from self._calls(",")
-                if found:
+                is_call = yield from self._calls(",")
+                if is_call:
                     yield from self._passed("]")
             else:
-                found = yield from self._named()
-            if found:
+                is_call = yield from self._named()
+            if is_call:
                 self._drop()
             else:
                 self._say()
@@ -62,7 +62,7 @@ class Mistral(ToolParser):
         if not name or (yield from self._next()) != "{":
             return False
         self._open(name)
-        yield from self._value(told=True)
+        yield from self._value(is_arguments=True)
         yield from self._blanks()
         return True
 
@@ -136,4 +136,4 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
     """The format with a name, or without one the chat template's; None if no known format is found."""
     if name is not None:
         return FORMATS[name]
-    return next((one for one in FORMATS.values() if one.is_in(template or "")), None)
+    return next((known for known in FORMATS.values() if known.is_in(template or "")), None)

@@ -103,7 +103,7 @@ class ToolParser(TextReader):
                 if name is not None:
                     self._open(name)
                     is_open = True
-                yield from self._value(told=is_open)
+                yield from self._value(is_arguments=is_open)
                 arguments = self._text[self._begin + begin : self._at]
             else:
                 yield from self._value()
@@ -130,24 +130,24 @@ class ToolParser(TextReader):
             return None
         return text if isinstance(text, str) else None
 
-    def _value(self, told: bool = False) -> Reading[None]:
-        """Reads a JSON value, or as much as there is of it; if ``told``, emits it as the last call's arguments."""
+    def _value(self, is_arguments: bool = False) -> Reading[None]:
+        """Reads a JSON value, or as much as there is of it; if ``is_arguments``, it is emitted as the last call's."""
         depth, quoted = 0, False
         if (yield from self._next()) not in ('"', "{", "["):
             while (yield from self._next()) not in ("", ",", "}", "]"):
                 self._at += 1
             return
         while True:
-            found = (INSIDE if quoted else OUTSIDE).search(self._text, self._at)
-            if found is None:
+            mark = (INSIDE if quoted else OUTSIDE).search(self._text, self._at)
+            if mark is None:
                 self._at = len(self._text)
-                if told:
+                if is_arguments:
                     self._argue()
                 if self._ended:
                     return
                 yield
                 continue
-            self._at, sign = found.end(), found.group()
+            self._at, sign = mark.end(), mark.group()
             if sign == "\\":
                 escaped = yield from self._next()
                 self._at += len(escaped)
@@ -156,5 +156,5 @@ class ToolParser(TextReader):
             depth += (sign in "{[") - (sign in "}]")
             if depth == 0 and not quoted:
                 break
-        if told:
+        if is_arguments:
             self._argue()
