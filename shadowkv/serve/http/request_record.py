@@ -26,12 +26,12 @@ class Generation(Protocol):
     Attributes:
         model: its name to clients.
         choices: the requests to the engine.
-        counts: the newest output of each of them, by their number.
+        last_outputs: the newest output of each of them, by their number.
     """
 
     model: str
     choices: list[Request]
-    counts: dict[int, RequestOutput]
+    last_outputs: dict[int, RequestOutput]
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far, as in an answer."""
@@ -73,14 +73,14 @@ class RequestRecord:
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to the first token of any of its choices; None before that."""
-        outputs = () if self.generation is None else self.generation.counts.values()
+        outputs = () if self.generation is None else self.generation.last_outputs.values()
         first = [output.times.first_token for output in outputs if output.times.first_token is not None]
         return min(first) - self.began if first else None
 
     @property
     def time_in_queue(self) -> float | None:
         """Seconds until the first of its choices was started; None before that."""
-        outputs = () if self.generation is None else self.generation.counts.values()
+        outputs = () if self.generation is None else self.generation.last_outputs.values()
         waited = [
             output.times.scheduled - output.times.arrival for output in outputs if output.times.scheduled is not None
         ]

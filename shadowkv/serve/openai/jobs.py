@@ -50,6 +50,7 @@ class Job:
         request: the request, in the form of one of the two APIs that all others are converted to.
         body: the request as received.
         thinking_tokens: tokens of thoughts in all choices so far.
+        last_outputs: the newest output of each choice, by its number.
     """
 
     engine: AsyncEngine
@@ -68,7 +69,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
-        self.counts: dict[int, RequestOutput] = {}
+        self.last_outputs: dict[int, RequestOutput] = {}
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -80,12 +81,12 @@ class Job:
         if self.metrics is not None:
             streams = [self.metrics.watch(stream) for stream in streams]
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
-        async with aclosing(merge(streams, timeout)) as merged:
+        async with aclosing(merge_streams(streams, timeout)) as merged:
             async for index, output in merged:
                 if output.error is not None:
                     raise ApiError(output.error, status=500, code="generation_failed")
-                first = index not in self.counts
-                self.counts[index] = output
+                first = index not in self.last_outputs
+                self.last_outputs[index] = output
                 yield index, self._with_prompt(index, output) if first else output
         await self.remote_prefill.send(prompts)
 
@@ -128,7 +129,9 @@ class Job:
                 texts[index].append(output.text)
                 logprobs[index] += output.logprobs or ()
                 selections[index] += output.selections or ()
-        pieces = [self._read(index, "".join(texts[index]), self.counts[index].finish_reason) for index in range(count)]
+        pieces = [
+            self._read(index, "".join(texts[index]), self.last_outputs[index].finish_reason) for index in range(count)
+        ]
         for piece in pieces:
             piece.logprobs = logprobs[piece.index] if wants_logprobs else None
             piece.selections = selections[piece.index] if self.request.return_selections else None
@@ -148,9 +151,9 @@ class Job:
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; the choices of one prompt share its tokens."""
-        prompts = [output for index, output in self.counts.items() if index % self.request.n == 0]
+        prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         prompt = sum(output.prompt_tokens for output in prompts)
-        completion = sum(output.completion_tokens for output in self.counts.values())
+        completion = sum(output.completion_tokens for output in self.last_outputs.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -166,7 +169,7 @@ class Job:
 T = TypeVar("T")
 
 
-async def merge(
+async def merge_streams(
     streams: Sequence[AsyncIterator[T]], timeout: float | None = None
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Items with the number of their stream; if one stream fails, or this one is closed, all end.
