@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from shadowkv.serve.bodies.api_error import ApiError, from_validation
-from shadowkv.serve.bodies.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_TEXT_CHARS
+from shadowkv.serve.bodies.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_NESTING, MAX_TEXT_CHARS, MAX_VALUES
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, complete, unknown
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -68,6 +68,24 @@ def at_most(limit: int, things: str, count: int) -> None:
 def wrong(message: str) -> PydanticCustomError:
     """The error for a value, to raise in the validator of its field."""
     return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+def bounded(chars: int, value: Any) -> Any:
+    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply."""
+    level, depth, values = [value], 0, 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise wrong(f"it is nested too deeply; {MAX_NESTING} levels are allowed")
+        values += len(level)
+        at_most(MAX_VALUES, "JSON values", values)
+        level = [part for member in level for part in _parts(member)]
+    at_most(chars, "characters of JSON", len(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 B = TypeVar("B", bound=Body)

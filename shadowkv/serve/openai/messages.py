@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from shadowkv.serve.bodies.body import Body, Name, Text, at_most, parse_json, refusal, wrong
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, bounded, parse_json, refusal, wrong
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS
-from shadowkv.serve.openai.tools import Tools, within
+from shadowkv.serve.openai.tools import Tools
 
 RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "add_special_tokens", "parse_special", "check", "self")
@@ -44,7 +44,7 @@ def parsed_arguments(text: str) -> dict[str, Any]:
         raise wrong(f"must be the JSON text of an object: {error.msg}") from error
     if not isinstance(value, dict):
         raise wrong("must be the JSON text of an object")
-    within(MAX_TEXT_CHARS, value)
+    bounded(MAX_TEXT_CHARS, value)
     return value
 
 
@@ -138,14 +138,14 @@ def _variables(value: dict[str, Any]) -> dict[str, Any]:
     for name in value:
         if name in RESERVED or not name.isidentifier():
             raise wrong(f"{name[:40]!r} is no variable of a chat template that can be set here")
-    within(MAX_TEMPLATE_CHARS, value)
+    bounded(MAX_TEMPLATE_CHARS, value)
     return value
 
 
 def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checks that the arguments of all calls together have no more values than those of one may have."""
     calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
-    within(MAX_TEXT_CHARS, calls)
+    bounded(MAX_TEXT_CHARS, calls)
     return turns
 
 

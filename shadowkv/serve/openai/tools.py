@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from shadowkv.serve.bodies.body import Body, Text, at_most, wrong
-from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_NESTING, MAX_TOOLS, MAX_TOOLS_CHARS, MAX_VALUES
+from shadowkv.serve.bodies.body import Body, Text, at_most, bounded, wrong
+from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS
 
 NOTHING = {"type": "object", "properties": {}}
 """Parameters of a function without any."""
@@ -29,24 +28,6 @@ TOOL_CHOICE: dict[str, Any] = {
 }
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-
-
-def within(chars: int, value: Any) -> Any:
-    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply."""
-    level, depth, values = [value], 0, 0
-    while level:
-        depth += 1
-        if depth > MAX_NESTING:
-            raise wrong(f"it is nested too deeply; {MAX_NESTING} levels are allowed")
-        values += len(level)
-        at_most(MAX_VALUES, "JSON values", values)
-        level = [part for member in level for part in _parts(member)]
-    at_most(chars, "characters of JSON", len(json.dumps(value, ensure_ascii=False)))
-    return value
-
-
-def _parts(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +59,7 @@ class Tool(Body):
 
 def within_limits(value: Any) -> Any:
     """All tools together, before any is checked individually."""
-    return within(MAX_TOOLS_CHARS, value)
+    return bounded(MAX_TOOLS_CHARS, value)
 
 
 def _different(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
