@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice``: functions that a model may call, and the schema of an answer that must call some."""
+"""``tools`` and ``tool_choice``: functions that a model may call, and which of them an answer is to call."""
 
 from __future__ import annotations
 
