@@ -31,7 +31,7 @@ from tiny_model import ENGINE, tiny_model
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.provenance import provenance
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 
 VOCAB = 256
 """Every byte is a token: the model can write whatever a JSON schema asks for."""

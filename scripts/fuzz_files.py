@@ -39,7 +39,7 @@ from shadowkv.models import Decoder, load_model
 from shadowkv.models.chat_template import ChatTemplate
 from shadowkv.models.files import ModelFileError
 from shadowkv.models.registry import config_from_hf, family
-from shadowkv.serve.strict_json import parse as parse_json
+from shadowkv.serve.bodies.body import parse_json
 
 CASE_SECONDS, MEMORY = 20, 2 << 30
 """Limits of a case; hostile templates are stopped after two seconds of their own time."""

@@ -30,7 +30,7 @@ import psutil
 from soak_server import SERVER, own_server
 
 from shadowkv.eval.provenance import provenance
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
 
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 EVERY = 0.005

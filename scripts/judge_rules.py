@@ -77,7 +77,7 @@ def harmless(name: str, value: Any) -> bool:
     return name in WITHOUT_EFFECT or any(neutral) or (name not in NEUTRAL and name not in WITH_EFFECT)
 
 
-# Deliberately not those of shadowkv/serve/request_schema.py: a list that is wrong there must differ from this one.
+# Deliberately not those of shadowkv/serve/bodies/parameters.py: a list that is wrong there must differ from this one.
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation")

@@ -20,14 +20,13 @@ from typing import Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve import strict_json
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.batch_lines import LineRequest
-from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
-from shadowkv.serve.log import set_up_log
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import exit_on_signals
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.batch.lines import LineRequest
+from shadowkv.serve.batch.run import BatchFailed, BatchRun, run_files
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import parse_json
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import exit_on_signals, set_up_log
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
@@ -86,7 +85,7 @@ class Replica:
     def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
         # Imported here: the driver needs no PyTorch.
         from shadowkv.engine.async_engine import AsyncEngine
-        from shadowkv.serve.batch_answers import LineAnswers
+        from shadowkv.serve.batch.answers import LineAnswers
 
         try:
             engine = AsyncEngine(config)
@@ -109,7 +108,7 @@ class Replica:
     def _read(self, name: str, offset: int, size: int) -> LineRequest:
         with open(self._path, "rb") as file:
             file.seek(offset)
-            request = strict_json.parse(file.read(size))
+            request = parse_json(file.read(size))
         return LineRequest(name, request["custom_id"], request["url"], request["body"], offset, size)
 
 

@@ -21,15 +21,14 @@ from starlette.types import Message, Receive, Scope, Send
 from shadowkv.ray.forwarded import ForwardedRequest, sendable
 from shadowkv.ray.metrics import merged
 from shadowkv.ray.prefixes import prefix_of
-from shadowkv.serve.api import add_middleware, handle_errors
-from shadowkv.serve.api_error import MESSAGES_URL, ApiError
-from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
-from shadowkv.serve.disconnect import unless_disconnected
-from shadowkv.serve.errors import RETRY_SECONDS, error_response
-from shadowkv.serve.event_stream import event_text
-from shadowkv.serve.metrics import ConnectionMetrics
-from shadowkv.serve.request_record import SERVER_STOPPING, current_record
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import add_middleware
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
+from shadowkv.serve.http.errors import RETRY_SECONDS, error_response, handle_errors
+from shadowkv.serve.http.metrics import ConnectionMetrics
+from shadowkv.serve.http.replies import event_text, unless_disconnected
+from shadowkv.serve.http.request_record import SERVER_STOPPING, current_record
+from shadowkv.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator

@@ -13,9 +13,9 @@ from starlette.types import Message
 from shadowkv.engine.async_engine import EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.ray.forwarded import ForwardedRequest
-from shadowkv.serve.api import build_app
-from shadowkv.serve.log import set_up_log
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import set_up_log
 from shadowkv.serve.start import load_engines
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import (
-    add_arguments,
-    bind,
-    check_arguments,
-    exit_on_signals,
-    run_until_stopped,
-    with_surroundings,
-)
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import exit_on_signals, run_until_stopped
+from shadowkv.serve.start import add_arguments, bind, check_arguments, with_surroundings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -108,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         for line in lines:
             print(line, flush=True)
         from shadowkv.ray.front import build_front
-        from shadowkv.serve.server import run
+        from shadowkv.serve.http.server import run
 
         front = build_front(handle, APP_NAME, model, settings)
         run(front.app, [front.stop], listener)

@@ -10,16 +10,10 @@ from pathlib import Path
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import (
-    add_arguments,
-    bind,
-    check_arguments,
-    load_engines,
-    run_until_stopped,
-    with_surroundings,
-)
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import run_until_stopped
+from shadowkv.serve.start import add_arguments, bind, check_arguments, load_engines, with_surroundings
 
 SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2
@@ -64,8 +58,8 @@ def _run(args: argparse.Namespace) -> int:
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bind(args.host, args.port))
             engines = load_engines(config, args.compare)
-            for one in engines:
-                stack.callback(one.shutdown, SHUTDOWN_SECONDS)
+            for engine in engines:
+                stack.callback(engine.shutdown, SHUTDOWN_SECONDS)
             engine = engines[0]
             settings.check_template(engine.tokenizer.chat_template)
         except (ValueError, MemoryError, OSError) as error:
@@ -75,10 +69,10 @@ def _run(args: argparse.Namespace) -> int:
             print(line, flush=True)
         name = args.served_model_name or engine.model_name
         if args.input is not None:
-            from shadowkv.serve.batch_mode import run_batch
+            from shadowkv.serve.batch.answers import run_batch
 
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
-        from shadowkv.serve.server import serve
+        from shadowkv.serve.app import serve
 
         serve(engines, name, listener, settings)
     return 0

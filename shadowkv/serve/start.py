@@ -1,20 +1,17 @@
-"""What the commands that serve start with: their flags, signals, a bound socket, and engines."""
+"""What the commands that serve start with: their flags, a bound socket, and engines."""
 
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from shadowkv.engine.config import EngineConfig, policy_name
-from shadowkv.serve.log import set_up_log
-from shadowkv.serve.open_files import allow_open_files
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import allow_open_files
 from shadowkv.wording import SettingsError
 
 if TYPE_CHECKING:
@@ -44,36 +41,12 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error(f"--port {args.port} must be between 0 and 65535")
 
 
-def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit code of a command that runs until it is done or a signal ends it, with the server's log."""
-    set_up_log()
-    exit_on_signals()
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def exit_on_signals() -> None:
-    """Makes SIGTERM end the process like an exit, until a server handles it."""
-    signal.signal(signal.SIGTERM, on_terminate)
-    # A closing terminal stops it like SIGTERM, unless it was started to outlive the terminal (nohup).
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, on_terminate)
-
-
-def on_terminate(number: int, frame: object) -> NoReturn:
-    """The signal handler."""
-    sys.exit(128 + number)
-
-
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
     """The settings, with as many connections as the system allows where no flag sets a number; raises ValueError where
     the environment does not meet a flag's needs."""
     settings.check_surroundings()
-    most = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
-    return replace(settings, limit_concurrency=most)
+    connections = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
+    return replace(settings, limit_concurrency=connections)
 
 
 def bind(host: str, port: int) -> socket.socket:

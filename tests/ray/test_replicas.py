@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.ray.serve import check_room
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 KEY = {"Authorization": "Bearer secret"}

@@ -14,7 +14,7 @@ import shadowkv.cli
 import shadowkv.ray.serve
 import shadowkv.serve.__main__
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SERVERS = {

@@ -15,8 +15,8 @@ from http_server import http_server
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 
 MODEL = {
     "model_type": "llama",

@@ -20,10 +20,10 @@ from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
 from shadowkv.models.sources import resolve
 from shadowkv.models.tokenizer import Tokenizer
-from shadowkv.serve.api import build_app
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.batch_mode import run_batch
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.batch.answers import run_batch
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.http.settings import ServerSettings
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from shadowkv.serve.connections import ConnectionConfig
+from shadowkv.serve.http.connections import ConnectionConfig
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shadowkv.serve import __main__ as command
-from shadowkv.serve.batch_files import BatchFiles, Sink
-from shadowkv.serve.batch_mode import run_batch
-from shadowkv.serve.start import on_terminate
+from shadowkv.serve.batch.answers import run_batch
+from shadowkv.serve.batch.files import BatchFiles, Sink
+from shadowkv.serve.process import on_terminate
 
 REQUESTS = [
     json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}})
@@ -113,7 +113,7 @@ def test_an_output_by_a_symbolic_link_goes_where_it_points(files, engine, tmp_pa
 OTHER_RUN = """
 import sys
 from pathlib import Path
-from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch.files import BatchFiles
 with BatchFiles(Path(sys.argv[1]), Path(sys.argv[2]), resume=True).held():
     print("held", flush=True)
     sys.stdin.read()

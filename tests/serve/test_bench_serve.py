@@ -20,7 +20,7 @@ from shadowkv.bench.__main__ import main
 from shadowkv.bench.serving_stats import Record, decode_only, figures
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

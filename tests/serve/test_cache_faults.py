@@ -20,7 +20,7 @@ from faulty_disks import BrokenDisk, HeldDisk
 
 from shadowkv.prefix_cache.__main__ import main
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
 
 Serve = Callable[..., Any]
 

@@ -19,9 +19,9 @@ from http_server import http_server
 from replies import events
 from starlette.responses import Response
 
-from shadowkv.serve.api import build_app
-from shadowkv.serve.open_files import FILES_BESIDE
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.process import FILES_BESIDE
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -298,7 +298,7 @@ def test_a_header_that_is_too_long(engine):
 
 def test_the_limit_of_open_files():
     code = (
-        "import resource, sys\nfrom shadowkv.serve.open_files import allow_open_files\n"
+        "import resource, sys\nfrom shadowkv.serve.process import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))\nallow_open_files(100)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

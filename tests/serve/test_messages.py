@@ -16,9 +16,9 @@ from test_serve_limits import asgi
 from test_serve_tools import TEXT, WEATHER
 
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
-from shadowkv.serve.api import build_app
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.settings import ServerSettings
 
 URL = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]

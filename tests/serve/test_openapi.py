@@ -11,12 +11,15 @@ from pydantic import BaseModel
 
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved
-from shadowkv.serve import answers
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
-from shadowkv.serve.api import build_app
-from shadowkv.serve.request_schema import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.http import status_routes
+from shadowkv.serve.http.routing import Error
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai import answers
+from shadowkv.serve.page.routes import ServerStats
 from shadowkv.serve.responses.answers import Response
-from shadowkv.serve.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
@@ -38,11 +41,11 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("GET", "/tokenizer_info", None, answers.TokenizerInfo),
     ("POST", "/v1/chat/completions", {**CHAT, "return_selections": True}, answers.ChatCompletion),
     ("POST", "/v1/completions", {"prompt": "Hi", "return_selections": True}, answers.Completion),
-    ("GET", "/page/stats", None, answers.ServerStats),
-    ("GET", "/v1/models", None, answers.ModelList),
-    ("GET", "/v1/models/fake", None, answers.ServedModel),
-    ("GET", "/health", None, answers.Health),
-    ("GET", "/version", None, answers.Version),
+    ("GET", "/page/stats", None, ServerStats),
+    ("GET", "/v1/models", None, status_routes.ModelList),
+    ("GET", "/v1/models/fake", None, status_routes.ServedModel),
+    ("GET", "/health", None, status_routes.Health),
+    ("GET", "/version", None, status_routes.Version),
 ]
 ERRORS = [
     (400, "POST", "/v1/completions", {"prompt": "Hi", "n": 0}),
@@ -109,7 +112,7 @@ def test_errors_are_as_documented(status, method, url, body, engine, paths):
     answer = asyncio.run(ask())
     app.state.bodies.close()
     assert answer.status_code == status
-    error = MessagesError if url.startswith("/v1/messages") else answers.Error
+    error = MessagesError if url.startswith("/v1/messages") else Error
     error.model_validate(answer.json(), strict=True)
     schema = documented(paths, method, url)[str(status)]["content"]["application/json"]["schema"]
     assert schema == {"$ref": f"#/components/schemas/{error.__name__}"}
@@ -132,7 +135,7 @@ def test_nothing_is_documented_that_is_never_sent(paths):
 def test_a_method_that_the_path_has_not(call):
     answer = call("PUT", "/v1/completions")
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
-    answers.Error.model_validate(answer.json(), strict=True)
+    Error.model_validate(answer.json(), strict=True)
 
 
 def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
@@ -151,7 +154,7 @@ def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
     app.state.bodies.close()
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.headers["x-request-id"]
-    answers.Error.model_validate(answer.json(), strict=True)
+    Error.model_validate(answer.json(), strict=True)
 
 
 @pytest.mark.parametrize("name", sorted(RANGES.keys() - {"max_completion_tokens", "top_logprobs"}))

@@ -14,8 +14,8 @@ from http_server import http_server
 from page_browser import Server, axe, chromium, shot
 from page_files import FACT, QUESTION, log, pdf
 
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives a browser")
 expect = sync_api.expect

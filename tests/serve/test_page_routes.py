@@ -16,17 +16,16 @@ from test_serve_errors import error_of
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve import __main__ as command
-from shadowkv.serve import documents
-from shadowkv.serve.answers import DocumentText
-from shadowkv.serve.api import build_app
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.documents import read_document
-from shadowkv.serve.page_assets import PAGE_PATHS
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.page import documents
+from shadowkv.serve.page.documents import read_document
+from shadowkv.serve.page.routes import PAGE_PATHS, DocumentText
 from shadowkv.serve.start import load_engines
 
 BINARY = {"Content-Type": "application/octet-stream"}
-PAGE = Path(__file__).resolve().parents[2] / "shadowkv" / "serve" / "page"
+PAGE = Path(__file__).resolve().parents[2] / "shadowkv" / "serve" / "page" / "static"
 
 
 def ask(app, method, url, **options):
@@ -218,12 +217,12 @@ def test_a_document_over_http(call, monkeypatch):
     for kind in ("text/plain", "application/json", "multipart/form-data"):  # what other sites may send unasked
         refused = call("POST", "/page/document", content=b"a", headers={"Content-Type": kind})
         assert "application/octet-stream" in error_of(refused)["message"]
-    monkeypatch.setattr("shadowkv.serve.page_routes.MAX_DOCUMENT_BYTES", 10)
+    monkeypatch.setattr("shadowkv.serve.page.routes.MAX_DOCUMENT_BYTES", 10)
     assert error_of(call("POST", "/page/document", content=b"a" * 11, headers=BINARY), 413)["code"] == "body_too_large"
 
 
 def test_a_document_that_takes_too_long_is_given_up(engine, monkeypatch):
-    monkeypatch.setattr("shadowkv.serve.api.DOCUMENT_SECONDS", 0.0)
+    monkeypatch.setattr("shadowkv.serve.app.DOCUMENT_SECONDS", 0.0)
     app = build_app(engine, "fake")
     answer = ask(app, "POST", "/page/document", content=b"a", headers=BINARY)
     app.state.documents.close()

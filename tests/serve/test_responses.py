@@ -15,9 +15,9 @@ from test_serve_clients import wait_until
 from test_serve_errors import error_of
 from test_serve_tools import TEXT, WEATHER
 
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.responses.answers import Response
-from shadowkv.serve.settings import ServerSettings
 
 URL = "/v1/responses"
 TOOL = {"type": "function", **WEATHER["function"]}

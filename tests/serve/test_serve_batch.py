@@ -173,7 +173,7 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tm
 
 
 def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
-    monkeypatch.setattr("shadowkv.serve.batch_answers.BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("shadowkv.serve.batch.answers.BUSY_SECONDS", 0.01)
     engine.room = engine.max_queued_seqs = 2
     lines = [line(str(i), prompt=["Hi", "SLEEP"]) for i in range(3)] + [line("never", prompt=["a", "b", "c"])]
     assert run(lines, concurrency=4) == 0

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from shadowkv.serve import __main__ as command
-from shadowkv.serve.open_files import FILES_BESIDE
+from shadowkv.serve.process import FILES_BESIDE
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_help_needs_no_torch():
 
 def test_help_where_there_are_no_limits_of_files():
     code = "import sys\nsys.modules['resource'] = None  # as on Windows\nimport shadowkv.serve.__main__ as m\n"
-    code += "from shadowkv.serve.open_files import allow_open_files\nassert allow_open_files(10**9) == 10**9\n"
+    code += "from shadowkv.serve.process import allow_open_files\nassert allow_open_files(10**9) == 10**9\n"
     result = subprocess.run(
         [sys.executable, "-c", f"{code}m.main(['--help'])"], capture_output=True, text=True, timeout=120
     )
@@ -54,7 +54,7 @@ def engine(template):
 
 def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     served = []
-    monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].tool_call_parser))
+    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[-1].tool_call_parser))
     flags = ["--port", "0", "--enable-auto-tool-choice"]
     for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
         monkeypatch.setattr(command, "load_engines", lambda config, compare, template=template: [engine(template)])
@@ -80,7 +80,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
     monkeypatch.setattr(command, "load_engines", lambda *_: [engine("{{ messages }}")])
-    monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].limit_concurrency))
+    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[-1].limit_concurrency))
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
     told = f"--limit-concurrency 2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
     if limit is None:

@@ -19,9 +19,9 @@ import pytest
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
-from shadowkv.serve.api import build_app
-from shadowkv.serve.request_log import RequestLog
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.middleware import RequestLog
+from shadowkv.serve.http.settings import ServerSettings
 
 ASK = "/v1/completions"
 HI = {"json": {"prompt": "Hi"}}
@@ -275,7 +275,7 @@ def test_spans(engine, monkeypatch):
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from shadowkv.serve.tracing import Tracing
+    from shadowkv.serve.http.tracing import Tracing
 
     exporter = InMemorySpanExporter()
     made = Tracing(exporter)

@@ -18,9 +18,9 @@ from http_server import http_server
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
-from shadowkv.serve.api import build_app
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.batch_mode import run_batch
+from shadowkv.serve.app import build_app
+from shadowkv.serve.batch.answers import run_batch
+from shadowkv.serve.batch.files import BatchFiles
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

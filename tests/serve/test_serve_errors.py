@@ -8,12 +8,12 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.body_reader import SHORT_BYTES
-from shadowkv.serve.limits import MAX_UNKNOWN
-from shadowkv.serve.protocol import CompletionRequest
-from shadowkv.serve.request_body import validated
-from shadowkv.serve.unknown import unknown
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import validated
+from shadowkv.serve.bodies.limits import MAX_UNKNOWN
+from shadowkv.serve.bodies.parameters import unknown
+from shadowkv.serve.bodies.reader import SHORT_BYTES
+from shadowkv.serve.openai.protocol import CompletionRequest
 
 UNSUPPORTED = {
     "tools": [{"type": "function"}],
@@ -69,7 +69,7 @@ def test_what_nobody_knows_has_no_effect_and_is_told_once(post, call, caplog, mo
     assert [record.args for record in caplog.records] == [("cache_control",), ("no_such_hint",)]
     # Bodies that another process reads are told of here, too.
     assert post("completions", long_hint="x" * SHORT_BYTES).is_success
-    assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == unknown.__module__
+    assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == "shadowkv.serve.unknown"
     for number in range(MAX_UNKNOWN):
         unknown.tell(f"{number}")
     assert len(caplog.records) == MAX_UNKNOWN
@@ -184,7 +184,7 @@ def test_dead_engine(post, call, engine):
 def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
     post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowkv.serve.event_stream.PROMPTLY", 0)
+    monkeypatch.setattr("shadowkv.serve.http.replies.PROMPTLY", 0)
     busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=True)
     assert busy.status_code == 503
     assert "Retry-After" in busy.headers

@@ -21,7 +21,7 @@ from shadowkv.engine import async_engine
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.structured.json_schema import check_schema
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 
 SECONDS = 300
 """Most that anything takes, on any machine."""

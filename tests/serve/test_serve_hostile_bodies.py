@@ -21,13 +21,14 @@ from pydantic import ValidationError
 from test_serve_errors import error_of
 from test_serve_long_prompts import TRIES, health_waits
 
-from shadowkv.serve import body_reader, limits
 from shadowkv.serve.anthropic.protocol import MessagesRequest
-from shadowkv.serve.api import build_app
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
-from shadowkv.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shadowkv.serve.request_body import read_body, validated
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies import limits
+from shadowkv.serve.bodies import reader as body_reader
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import read_body, validated
+from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shadowkv.serve.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}
@@ -161,7 +162,7 @@ def read(reader, raw, model=CompletionRequest):
 
 def test_the_process_needs_no_torch():
     """Nor do the bodies that it reads: its memory is limited."""
-    read = "body_process", "protocol", "cache_protocol", "anthropic.protocol", "responses.protocol"
+    read = "bodies.reader_process", "openai.protocol", "anthropic.protocol", "responses.protocol"
     names = ", ".join(f"shadowkv.serve.{name}" for name in read)
     code = f"import sys, {names}\nassert not {{'torch', 'numpy', 'fastapi', 'tokenizers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

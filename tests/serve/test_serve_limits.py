@@ -15,8 +15,8 @@ import pytest
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import KEY_VARIABLE, ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import KEY_VARIABLE, ServerSettings
 
 
 def asgi(engine, settings, *requests):

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeEngine
 from http_server import http_server
 
-from shadowkv.serve.api import build_app
+from shadowkv.serve.app import build_app
 
 LONG = 100_000
 TRIES = 3

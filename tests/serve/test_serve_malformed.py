@@ -10,7 +10,7 @@ from test_serve_batch import records
 from test_serve_errors import error_of
 
 from shadowkv.serve.anthropic.protocol import MessagesRequest
-from shadowkv.serve.protocol import ChatRequest, CompletionRequest
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}

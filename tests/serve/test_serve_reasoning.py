@@ -7,8 +7,8 @@ from replies import events
 from test_serve_errors import error_of
 from test_serve_tools import ROME, TEXT, TOOLS
 
-from shadowkv.serve.reasoning import ReasoningParser
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.text.reasoning import ReasoningParser
 
 CASES = [
     ("", "<think>\nLet me see.\n</think>\n\nParis.\n", "Let me see.", "Paris.\n"),

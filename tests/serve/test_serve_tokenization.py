@@ -11,9 +11,9 @@ from fake_engine import FakeEngine, FakeTokenizer
 from test_serve_errors import error_of
 
 from shadowkv.models.byte_tokenizer import byte_tokenizer
-from shadowkv.serve import tokenization
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.tokenization import FIRST_PART, LONG, TURNS, encode, in_turn
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.text import tokenization
+from shadowkv.serve.text.tokenization import FIRST_PART, LONG, TURNS, encode, in_turn
 
 
 class CountingTokenizer(FakeTokenizer):

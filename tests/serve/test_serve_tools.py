@@ -13,10 +13,11 @@ from test_serve_errors import error_of
 
 from shadowkv.engine.structured.grammar import GrammarCompiler
 from shadowkv.models.byte_tokenizer import byte_tokenizer
-from shadowkv.serve import limits
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.tools import Choice, calls_schema
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies import limits
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.output_schema import calls_schema
+from shadowkv.serve.openai.tools import Choice
 
 WEATHER = {
     "type": "function",

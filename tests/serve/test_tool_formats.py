@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from shadowkv.serve.tool_formats import FORMATS, Hermes, Listed, Llama3Json, Mistral, Named, tool_format
-from shadowkv.serve.tool_parser import ToolParser
+from shadowkv.serve.text.tool_formats import FORMATS, Hermes, Listed, Llama3Json, Mistral, Named, tool_format
+from shadowkv.serve.text.tool_parser import ToolParser
 
 NESTED = '{"a": [{"b": "}]\\"\\\\"}], "c": {"d": "<tool_call>"}}'
 F, G = ("f", '{"x": 1}'), ("g", NESTED)

@@ -14,8 +14,8 @@ from http_server import http_server
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.api import build_app
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))

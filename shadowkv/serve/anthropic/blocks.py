@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shadowkv.serve.body import Body, Dropped, Name, Text, wrong
-from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
-from shadowkv.serve.tools import within
-from shadowkv.serve.typed_union import few_parts, union_by_type
+from shadowkv.serve.bodies.body import Body, Dropped, Name, Text, bounded, wrong
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
+from shadowkv.serve.openai.converted import few_parts, union_by_type
 
 NO_TEXT = "images, documents, search results and blocks of server tools"
 
@@ -39,7 +38,7 @@ TextContent = Annotated[Texts, BeforeValidator(_as_blocks, json_schema_input_typ
 
 
 def _input(value: dict[str, Any]) -> dict[str, Any]:
-    within(MAX_TEXT_CHARS, value)
+    bounded(MAX_TEXT_CHARS, value)
     return value
 
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from shadowkv.serve.api_error import MESSAGES_URL, ApiError
-from shadowkv.serve.jobs import Job, Piece
-from shadowkv.serve.tool_parser import CallPart
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.text.tool_parser import CallPart
 
 Event = dict[str, Any]
 
@@ -25,7 +25,7 @@ class MessageOutput:
     """The answer to one job, which asks for one choice.
 
     Attributes:
-        whole: the message, as far as it is complete.
+        answer: the message, as far as it is complete.
     """
 
     def __init__(self, job: Job) -> None:
@@ -33,7 +33,7 @@ class MessageOutput:
         self._block: dict[str, Any] | None = None
         self._said: list[str] = []  # the block's text: joined at its end, as answers may be long
         self._call = -1
-        self.whole: dict[str, Any] = {
+        self.answer: dict[str, Any] = {
             "id": job.id,
             "type": "message",
             "role": "assistant",
@@ -50,8 +50,8 @@ class MessageOutput:
             async for piece in pieces:
                 if not begun:
                     begun = True
-                    self.whole["usage"] = self._usage()
-                    yield {"type": "message_start", "message": self.whole}
+                    self.answer["usage"] = self._usage()
+                    yield {"type": "message_start", "message": self.answer}
                     yield PING
                 for event in self._read(piece):
                     yield event
@@ -93,7 +93,7 @@ class MessageOutput:
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._close()
         self._block = block
-        self.whole["content"].append(block)
+        self.answer["content"].append(block)
         yield self._event("content_block_start", content_block=block)
 
     def _close(self) -> Iterator[Event]:
@@ -115,12 +115,12 @@ class MessageOutput:
         if reason == "end_turn" and piece.stop_string is not None:
             reason = "stop_sequence"
         stopped = {"stop_reason": reason, "stop_sequence": piece.stop_string}
-        self.whole |= {**stopped, "usage": self._usage()}
-        yield {"type": "message_delta", "delta": stopped, "usage": self.whole["usage"]}
+        self.answer |= {**stopped, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": stopped, "usage": self.answer["usage"]}
         yield {"type": "message_stop"}
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": kind, "index": len(self.whole["content"]) - 1, **fields}
+        return {"type": kind, "index": len(self.answer["content"]) - 1, **fields}
 
     def _usage(self) -> dict[str, int]:
         usage = self._job.usage()

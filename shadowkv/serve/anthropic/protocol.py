@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from shadowkv.serve.anthropic.blocks import TextContent, Turns, messages_of
-from shadowkv.serve.body import Body, Name, Text, refusal
-from shadowkv.serve.converted import Converted
-from shadowkv.serve.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
-from shadowkv.serve.messages import Effort
-from shadowkv.serve.protocol import Sampling
-from shadowkv.serve.response_format import checked_schema
-from shadowkv.serve.tools import FunctionName, within_limits
+from shadowkv.serve.bodies.body import Body, Name, Text, refusal
+from shadowkv.serve.bodies.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
+from shadowkv.serve.openai.converted import Converted
+from shadowkv.serve.openai.messages import Effort
+from shadowkv.serve.openai.output_schema import checked_schema
+from shadowkv.serve.openai.protocol import Sampling
+from shadowkv.serve.openai.tools import FunctionName, within_limits
 
 NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "stop_sequences"})
 

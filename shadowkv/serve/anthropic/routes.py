@@ -1,24 +1,39 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: a chat whose answer is a list of blocks."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
-from shadowkv.serve.anthropic.endpoint import Messages
-from shadowkv.serve.anthropic.protocol import MessagesRequest, Prompt
-from shadowkv.serve.body_route import BodyRoute
-from shadowkv.serve.openapi import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, responses
-from shadowkv.serve.prepare import check_model
-from shadowkv.serve.responder import Responder
-from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.tokenization import in_turn, tokenize_limit
+from shadowkv.serve.anthropic.output import PING, MessageOutput
+from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
+from shadowkv.serve.bodies.api_error import MESSAGES_URL
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.chats import EventChat
+from shadowkv.serve.openai.endpoint import Responder, check_model
+from shadowkv.serve.openai.jobs import Job
+from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+
+
+class Messages(EventChat):
+    """``/v1/messages``."""
+
+    url = MESSAGES_URL
+    request_type = MessagesRequest
+    id_prefix = "msg"
+    names = NAMES
+    sign_of_life = f"event: ping\ndata: {json.dumps(PING)}\n\n"
+
+    def output(self, job: Job) -> MessageOutput:
+        return MessageOutput(job)
 
 
 def messages_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:

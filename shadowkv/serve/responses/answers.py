@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from shadowkv.serve.answers import Answer
+from shadowkv.serve.http.routing import Answer
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shadowkv.serve.body import Body, Dropped, Name, Text
-from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
-from shadowkv.serve.messages import parsed_arguments
-from shadowkv.serve.typed_union import union_by_type
+from shadowkv.serve.bodies.body import Body, Dropped, Name, Text
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
+from shadowkv.serve.openai.converted import union_by_type
+from shadowkv.serve.openai.messages import parsed_arguments
 
 NO_TEXT = "images, audio, files and calls of built-in tools"
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.jobs import Job, Piece
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.responses.protocol import ResponsesRequest
-from shadowkv.serve.tool_parser import CallPart
+from shadowkv.serve.text.tool_parser import CallPart
 
 Event = dict[str, Any]
 
@@ -23,7 +23,7 @@ class ResponseOutput:
     """The answer to one job, which asks for one choice.
 
     Attributes:
-        whole: the response, as far as it is complete.
+        answer: the response, as far as it is complete.
     """
 
     def __init__(self, job: Job) -> None:
@@ -32,7 +32,7 @@ class ResponseOutput:
         self._item: dict[str, Any] | None = None
         self._said: list[str] = []  # the item's text: joined at its end, as answers may be long
         self._call = -1
-        self.whole = _asked(job, job.body)
+        self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """All events of the stream; raises ApiError or EngineDead."""
@@ -53,7 +53,7 @@ class ResponseOutput:
         """The event that ends a stream that has failed."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._write()
-        self.whole |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return self._of_response("failed")
 
     # -- pieces ----------------------------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ class ResponseOutput:
         self._item, self._said = None, []
 
     def _end(self, reason: str) -> Iterator[Event]:
-        if not self.whole["output"]:
+        if not self.answer["output"]:
             yield from self._tell("message", "output_text", "")
         status = "incomplete" if reason == "length" else "completed"
         yield from self._close(status)
         usage, thinking = self._job.usage(), self._job.thinking_tokens
-        self.whole |= {
+        self.answer |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -142,17 +142,17 @@ class ResponseOutput:
 
     def _new(self, kind: str, **fields: Any) -> dict[str, Any]:
         item = {"type": kind, "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
-        self.whole["output"].append(item)
+        self.answer["output"].append(item)
         return item
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None
         if "item" not in fields:
             fields["item_id"] = self._item["id"]
-        return self._event(kind, output_index=len(self.whole["output"]) - 1, **fields)
+        return self._event(kind, output_index=len(self.answer["output"]) - 1, **fields)
 
     def _of_response(self, kind: str) -> Event:
-        return self._event(kind, response=self.whole)
+        return self._event(kind, response=self.answer)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": f"response.{kind}", "sequence_number": self._sequence, **fields}

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
-from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
-from shadowkv.serve.converted import Converted
-from shadowkv.serve.limits import (
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.bodies.limits import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_CHARS,
@@ -17,12 +16,12 @@ from shadowkv.serve.limits import (
     MAX_NAME_CHARS,
     MAX_TOOLS,
 )
-from shadowkv.serve.messages import Effort
-from shadowkv.serve.protocol import Sampling, Stops
-from shadowkv.serve.response_format import checked_schema
+from shadowkv.serve.openai.converted import Converted, few_parts
+from shadowkv.serve.openai.messages import Effort
+from shadowkv.serve.openai.output_schema import checked_schema
+from shadowkv.serve.openai.protocol import Sampling, Stops
+from shadowkv.serve.openai.tools import WORDS, Function, within_limits
 from shadowkv.serve.responses.items import InputItem, messages_of
-from shadowkv.serve.tools import WORDS, Function, within_limits
-from shadowkv.serve.typed_union import few_parts
 
 NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"})
 

@@ -1,4 +1,4 @@
-"""``/v1/responses``."""
+"""``/v1/responses``: a chat whose answer is a list of items."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
 
-from shadowkv.serve.body_route import BodyRoute
-from shadowkv.serve.openapi import EVENT_STREAM, FOR_EVERY_TEXT, responses
-from shadowkv.serve.responder import Responder
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.chats import EventChat
+from shadowkv.serve.openai.endpoint import Responder
+from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.responses.answers import Response
-from shadowkv.serve.responses.endpoint import Responses
-from shadowkv.serve.responses.protocol import ResponsesRequest
-from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.responses.output import ResponseOutput
+from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+
+
+class Responses(EventChat):
+    """``/v1/responses``."""
+
+    url = "/v1/responses"
+    request_type = ResponsesRequest
+    id_prefix = "resp"
+    names = NAMES
+
+    def output(self, job: Job) -> ResponseOutput:
+        return ResponseOutput(job)
 
 
 def responses_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:

@@ -1,0 +1,104 @@
+"""The application: what is between clients and the routes, and the routes of all APIs; and its serving on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from shadowkv.serve.anthropic.routes import messages_routes
+from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.http.errors import handle_errors
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog
+from shadowkv.serve.http.routing import Application
+from shadowkv.serve.http.server import run
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.http.status_routes import status_routes
+from shadowkv.serve.http.tracing import Tracing
+from shadowkv.serve.openai.cache_routes import cache_routes
+from shadowkv.serve.openai.endpoint import Responder
+from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_routes
+from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
+from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
+from shadowkv.serve.responses.routes import responses_routes
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+ENGINE_SECONDS = 5.0
+"""How long a stop waits for the current step."""
+
+
+def build_app(
+    engine: AsyncEngine,
+    served_name: str,
+    settings: ServerSettings | None = None,
+    compared: AsyncEngine | None = None,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        served_name: the model's name to clients.
+        compared: another engine of the same model; its model name has ``@`` and its policy appended.
+    """
+    settings = settings or ServerSettings()
+    bodies = BodyReader(settings.max_body_bytes)
+    documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
+    engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
+    tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(bodies.close)
+        await asyncio.to_thread(documents.close)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+    app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
+    app.state.bodies, app.state.documents = bodies, documents
+    add_middleware(app, settings, tracing)
+    app.include_router(token_routes(engine, served_name))
+    metrics = Metrics(engine, served_name)
+    app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
+    app.include_router(cache_routes(engine, served_name, settings, metrics))
+    respond = Responder(engines, served_name, settings, metrics)
+    for routes in (choice_routes, responses_routes, messages_routes):
+        app.include_router(routes(engine, settings, respond))
+    app.include_router(page_assets())
+    app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
+    app.include_router(unserved_routes())
+    app.include_router(status_routes(engine, engines, metrics))
+    handle_errors(app)
+    return app
+
+
+def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None) -> None:
+    """Adds everything between clients and the routes, including the log and the guard."""
+    app.add_middleware(Guard, settings=settings, keyless_paths=PAGE_PATHS)
+    app.add_middleware(HeadAsGet)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_credentials=settings.allow_credentials,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+
+
+def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
+    """Serves the first engine on a bound socket, with a second one, if any, that its answers are compared with;
+    raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
+    engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
+    app = build_app(engines[0], served_name, settings, *engines[1:])
+    run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)

@@ -1,0 +1,1 @@
+"""Batch runs: a file of requests in, a file of answers out."""

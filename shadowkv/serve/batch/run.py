@@ -1,0 +1,117 @@
+"""Answers a file of requests in the OpenAI batch format.
+
+A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
+the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
+that was interrupted can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
+request, that they are unchanged; those that failed or have changed since are answered again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
+
+from shadowkv.command_line import one_line
+from shadowkv.serve.batch.files import BatchFiles, Sink
+from shadowkv.serve.batch.lines import BatchLines, LineRequest
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.wording import counted
+
+
+class BatchFailed(Exception):
+    """The rest of a file cannot be answered."""
+
+
+@dataclass
+class BatchRun:
+    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over."""
+
+    files: BatchFiles
+    done: int = 0
+    skipped: int = 0
+    failed: int = 0
+    tokens: int = 0
+    start: float = field(default_factory=monotonic)
+
+    def __post_init__(self) -> None:
+        self.lines = BatchLines(self.files)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, records can be written; on exit all lines have one, and the output is in place."""
+        with self.files.input.open("rb") as source:
+            total = sum(1 for line in source if line.strip())
+        with (
+            Sink(self.files.partial) as self._sink,
+            # A log file gets a line now and then, a terminal a progress bar.
+            tqdm(
+                total=total, unit="request", file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 10
+            ) as self._bar,
+        ):
+            yield
+        self.files.finish()
+
+    def requests(self) -> Iterator[LineRequest]:
+        """What is to be answered, line by line: a file of long prompts is never in memory as a whole. Lines that are
+        not requests get their records."""
+        offset = 0
+        with self.files.input.open("rb") as source:
+            for number, line in enumerate(source, 1):
+                if line.strip():
+                    request_or_record = self.lines.read(number, line, offset)
+                    if isinstance(request_or_record, LineRequest):
+                        yield request_or_record
+                    elif request_or_record is not None:
+                        self.write(request_or_record)
+                    else:
+                        self.skipped += 1
+                        self._bar.total -= 1  # so that the time left is that of the remaining ones
+                offset += len(line)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a line's record."""
+        self._sink.write(record)
+        response = record["response"]
+        self.done += 1
+        if response is None or response["status_code"] != 200:
+            self.failed += 1
+        else:
+            self.tokens += response["body"]["usage"]["completion_tokens"]
+        self._bar.set_postfix_str(f"{self.tokens / (monotonic() - self.start):.1f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def kept(self) -> str:
+        """After an interrupted run: how many answers there are, and where."""
+        return self.files.kept(len(self.lines.answered) + self.done)
+
+
+def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
+    """Has the file answered and reports the outcome; returns the exit code."""
+    try:
+        run = BatchRun(files)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        answer(run)
+    except KeyboardInterrupt:
+        print(f"interrupted: {run.kept()}", file=sys.stderr)
+        return 130
+    except SystemExit:  # SIGTERM
+        print(f"terminated: {run.kept()}", file=sys.stderr)
+        raise
+    except (ApiError, BatchFailed, OSError) as error:
+        print(f"error: {one_line(error)}; {run.kept()}", file=sys.stderr)
+        return 1
+    seconds = monotonic() - run.start
+    if run.skipped:
+        print(f"{counted(run.skipped, 'request')} answered before")
+    requests, tokens = counted(run.done, "request"), counted(run.tokens, "token")
+    print(f"{requests}, {run.failed} failed, {tokens} in {seconds:.1f} s -> {files.output}")
+    return 0

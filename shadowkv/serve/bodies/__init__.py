@@ -1,0 +1,1 @@
+"""Request bodies: read off the event loop, parsed strictly and checked within limits, without PyTorch."""

@@ -1,0 +1,155 @@
+"""JSON bodies, from bytes to checked fields: strict RFC 8259 JSON, strict types, and that nothing known to change the
+answer is dropped. The one path for short bodies, long ones and lines of a batch file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from json import JSONDecodeError
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from shadowkv.serve.bodies.api_error import ApiError, from_validation
+from shadowkv.serve.bodies.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_NESTING, MAX_TEXT_CHARS, MAX_VALUES
+from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, complete, unknown
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
+"""Fields of answers that clients send back, without any effect."""
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Body(BaseModel):
+    """Strict about types; null is the same as omitted, as in the OpenAI API."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=complete)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
+            # Compared by type too: to Python, true equals 1 and 0.0 equals false.
+            neutral_values = NEUTRAL.get(name, ())
+            if name in IGNORED or any(type(value) is type(neutral) and value == neutral for neutral in neutral_values):
+                continue
+            if name not in NEUTRAL and name not in UNSUPPORTED:
+                unknown.tell(name)
+                continue
+            text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
+            neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
+            raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
+        self.__pydantic_extra__ = {}  # of any size and depth, and unused
+        return self
+
+    def finish(self) -> None:
+        """Final checks once all fields are valid; raises ApiError."""
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """The error for a parameter, to raise in a validator."""
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+def at_most(limit: int, things: str, count: int) -> None:
+    """Refuses a value with more than ``limit`` things."""
+    if count > limit:
+        raise wrong(f"{count} {things} are too many; at most {limit} are allowed")
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """The error for a value, to raise in the validator of its field."""
+    return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+def bounded(chars: int, value: Any) -> Any:
+    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply."""
+    level, depth, values = [value], 0, 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise wrong(f"it is nested too deeply; {MAX_NESTING} levels are allowed")
+        values += len(level)
+        at_most(MAX_VALUES, "JSON values", values)
+        level = [part for member in level for part in _parts(member)]
+    at_most(chars, "characters of JSON", len(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read_body(raw: bytes, model: type[B]) -> B:
+    """The request in a body; raises ApiError."""
+    try:
+        value = parse_json(raw)
+    except JSONDecodeError as error:
+        raise ApiError(f"the body is not valid JSON: {error.msg}") from error
+    return validated(value, model)
+
+
+def validated(value: Any, model: type[B]) -> B:
+    """The request in a JSON value; raises ApiError."""
+    try:
+        body = model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from error
+    body.finish()
+    return body
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value in JSON text as RFC 8259 has it: UTF-8, no NaN, nothing that is ambiguous or could not be written back;
+    raises JSONDecodeError."""
+    try:
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise JSONDecodeError(f"byte {error.start} is not UTF-8", "", 0) from error
+    except UnicodeEncodeError as error:
+        raise JSONDecodeError("a string has half of a surrogate pair", "", 0) from error
+    except RecursionError as error:
+        raise JSONDecodeError("it is nested too deeply", "", 0) from error
+    except JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise JSONDecodeError("a number has too many digits", "", 0) from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise JSONDecodeError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed", "", 0)
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
+            seen.add(key)
+    return value
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise JSONDecodeError("a number is beyond the range of floating point", "", 0)
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise JSONDecodeError(f"{name} is no JSON number", "", 0)

@@ -1,0 +1,136 @@
+"""Parameters beyond a body's fields: which are ignored, refused, or unknown and logged once; and what ``/openapi.json``
+adds about all of them: ranges, nulls, neutral values."""
+
+from __future__ import annotations
+
+import logging
+from threading import Lock
+from typing import Any
+
+from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_UNKNOWN
+
+IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    + ("prediction", "include_obfuscation", "provider_specific_fields")
+)
+"""Parameters that do not change the answer, and are not logged; the last one is added by LiteLLM to messages that it
+sends back."""
+
+UNSUPPORTED = frozenset(
+    # From the OpenAI API.
+    ("audio", "conversation", "input", "instructions", "logprobs", "max_completion_tokens")
+    + ("max_output_tokens", "max_tokens", "messages", "moderation", "previous_response_id", "prompt")
+    + ("reasoning", "refusal", "response_format", "stop", "text", "top_logprobs", "web_search_options")
+    # From Anthropic's.
+    + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
+    # From vLLM, llama.cpp and others, and from other routes here.
+    + ("add_special_tokens", "parse_special")
+    + ("allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier", "dynatemp_range")
+    + ("grammar", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json")
+    + ("guided_regex", "json_schema", "logits_processors", "media_io_kwargs", "mirostat")
+    + ("mm_processor_kwargs", "n_predict", "prompt_embeds", "prompt_logprobs", "reasoning_effort")
+    + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
+    + ("typical_p", "vllm_xargs", "xtc_probability")
+)
+"""Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_selections": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "background": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "tool_calls": ([],),
+    "annotations": ([],),
+}
+"""Unsupported parameters, and those of their values that have no effect."""
+
+RANGES: dict[str, dict[str, float]] = {
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "temperature": {"minimum": 0, "maximum": 100},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "logprobs": {"minimum": 0, "maximum": 20},
+    "top_logprobs": {"minimum": 0, "maximum": 20},
+}
+"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
+
+logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
+
+
+def complete(schema: dict[str, Any]) -> None:
+    """Pydantic's ``json_schema_extra`` of every body: null is the same as omitted, and unknown fields are dropped."""
+    properties = schema["properties"]
+    for name, value in properties.items():
+        branches = value.get("anyOf", [value])
+        for branch in branches:
+            if branch.get("type") in ("integer", "number"):
+                branch.update(RANGES.get(name, {}))
+        if name not in schema.get("required", ()) and {"type": "null"} not in branches:
+            about = {key: value.pop(key) for key in ("title", "default") if key in value}
+            properties[name] = {**about, "anyOf": [*branches, {"type": "null"}]}
+    for name in sorted(IGNORED - properties.keys()):
+        properties[name] = {"description": "Has no effect."}
+    for name in sorted(NEUTRAL.keys() - properties.keys()):
+        values = NEUTRAL[name]
+        unique = [value for index, value in enumerate(values) if value not in values[:index]]
+        properties[name] = {"enum": [*unique, None], "description": "Not supported, and these ask for nothing."}
+
+
+class Unknown:
+    """Names of unknown parameters, for example hints for other servers: each is dropped, and logged once, up to
+    ``MAX_UNKNOWN`` in all.
+
+    Attributes:
+        collects: whether names are kept for ``take``, in a process without its own log.
+    """
+
+    def __init__(self) -> None:
+        self.collects = False
+        self._lock = Lock()
+        self._told: set[str] = set()
+        self._new: list[str] = []
+
+    def tell(self, name: str) -> None:
+        """Records that a request has a parameter of this name."""
+        name = name[:MAX_NAME_CHARS]
+        with self._lock:
+            if name in self._told or len(self._told) >= MAX_UNKNOWN:
+                return
+            self._told.add(name)
+        if self.collects:
+            self._new.append(name)
+        else:
+            logger.warning("requests have %r, which is not known here: it has no effect (this is said once)", name)
+
+    def take(self) -> list[str]:
+        """Names since the last call, where they are collected."""
+        new, self._new = self._new, []
+        return new
+
+
+unknown = Unknown()

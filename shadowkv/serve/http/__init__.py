@@ -1,0 +1,1 @@
+"""HTTP: connections, what every request passes, errors, event streams, and what operators see."""

@@ -1,0 +1,270 @@
+"""Connections of clients that may be slow, dead or hostile: each has a time limit, and their number is limited.
+
+uvicorn closes idle connections (``timeout_keep_alive``) and limits a header's size. What it lacks is here: time-outs
+for incomplete requests and for answers that are not read, and a limit on connections that silent clients cannot use
+to keep active ones out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections import OrderedDict
+from typing import Any, Literal
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.errors import RETRY_SECONDS, error_response
+from shadowkv.serve.http.middleware import OPEN_PATHS
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.wording import counted
+
+MIN_BODY_RATE = 500
+"""Bytes per second at which a body must arrive, over ``client_body_timeout``; the same as Apache's MinRate."""
+
+UNSENT_BYTES = 2**14
+"""How much unsent answer the system buffers: the larger, the later it shows whether the client reads."""
+
+HEADER_PIECE = 4096
+"""Bytes after which a header's length is checked."""
+
+ACCEPTED_AT_ONCE = 64
+"""Connections accepted before any of them is handled."""
+
+IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
+"""States of a connection whose last request and answer are complete."""
+
+Owed = Literal["request", "header", "body"]
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's settings for an application from ``build_app``, whose own settings limit the connections.
+
+    Always with the h11 parser, whichever others are installed, and without WebSockets, which none of the limits cover.
+    """
+
+    def __init__(self, app: FastAPI, **options: Any) -> None:
+        self.settings: ServerSettings = app.state.settings
+        self.metrics = app.state.metrics
+        self.owing: OrderedDict[Connection, None] = OrderedDict()
+        """Connections whose client is to send something, the longest-waiting first."""
+        super().__init__(
+            app,
+            http=Connection,
+            ws="none",
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=self.settings.timeout_keep_alive,
+            h11_max_incomplete_event_size=self.settings.h11_max_incomplete_event_size,
+            ssl_certfile=self.settings.ssl_certfile,
+            ssl_keyfile=self.settings.ssl_keyfile,
+            ssl_ca_certs=self.settings.ssl_ca_certs,
+            ssl_cert_reqs=self.settings.ssl_cert_reqs,
+            **options,
+        )
+
+
+class Connection(H11Protocol):
+    """One connection. Its client owes the rest of a request, or is reading an answer; each has a time limit."""
+
+    config: ConnectionConfig
+
+    def __init__(
+        self,
+        config: ConnectionConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._served, self.app = self.app, self._unless_surplus
+        self._owed: tuple[Owed | None, Any] = (None, None)
+        self._idle = self._surplus = False
+        self._received = 0
+        self._read_clock: asyncio.TimerHandle | None = None
+        self._write_clock: asyncio.TimerHandle | None = None
+
+    # -- uvicorn's and asyncio's calls -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._socket = transport.get_extra_info("socket")
+        # Writing counts as paused as soon as anything is buffered here, so that the timer sees every such case,
+        # including a small answer and one on a connection that is being closed. TLS pauses at its limit, not above it:
+        # with 0 it would never resume.
+        transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self.config.metrics.connections.inc()
+        self._watch_reading()
+        if len(self.connections) > self.config.settings.limit_concurrency:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        self._idle = False
+        self._received += len(data)
+        while data and not self.transport.is_closing():
+            # h11 checks a header's length only while it is incomplete.
+            size = HEADER_PIECE if self._owes() == "header" else len(data)
+            super().data_received(data[:size])
+            data = data[size:]
+        if self._is_between_requests() and not self.transport.is_closing():
+            # The rest of a body whose answer did not wait for it has come. uvicorn's timer stopped at its first byte.
+            self._idle = True
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        self._watch_reading()
+
+    def _is_between_requests(self) -> bool:
+        answered = self.cycle is not None and self.cycle.response_complete
+        return answered and self.conn.states == IDLE and not self.conn.trailing_data[0]
+
+    def on_response_complete(self) -> None:
+        self._idle = True
+        super().on_response_complete()
+        self._watch_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _stop(self._write_clock)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.config.metrics.connections.dec()
+        self.config.owing.pop(self, None)
+        _stop(self._read_clock)
+        _stop(self._write_clock)
+
+    # -- what the client sends -------------------------------------------------------------------------------------
+
+    def _owes(self) -> Owed | None:
+        """What the client has to send: optionally another request, the rest of a header or of a body, or nothing."""
+        if self.transport.is_closing():
+            return None
+        if self.cycle is None or self.cycle.response_complete:
+            return "request" if self._idle else "header"
+        return "body" if self.cycle.more_body else None
+
+    def _watch_reading(self) -> None:
+        """Starts the timer when the client owes something new; ``request`` is watched by uvicorn."""
+        owed = self._owes(), self.cycle
+        if owed == self._owed:
+            return
+        self._owed = owed
+        _stop(self._read_clock)
+        self.config.owing.pop(self, None)
+        if owed[0] is not None:
+            self.config.owing[self] = None
+        seconds = self.config.settings
+        if owed[0] == "header" and seconds.client_header_timeout:
+            self._read_clock = self.loop.call_later(seconds.client_header_timeout, self._late_header)
+        elif owed[0] == "body" and seconds.client_body_timeout:
+            self._watch_body()
+
+    def _late_header(self) -> None:
+        seconds = self.config.settings.client_header_timeout
+        self._cut("header_timeout", 408, f"the header did not come within {seconds:g} s (--client-header-timeout)")
+
+    def _watch_body(self) -> None:
+        seconds, before = self.config.settings.client_body_timeout, self._received
+
+        def check() -> None:
+            # Bytes that wait because the server does not read them are not the client's fault.
+            if self.flow.read_paused or self._received - before >= seconds * MIN_BODY_RATE:
+                self._watch_body()
+            else:
+                came = counted(self._received - before, "byte")
+                slow = f"{came} of the body came in {seconds:g} s (--client-body-timeout)"
+                self._cut("body_timeout", 408, f"{slow}; it must be {MIN_BODY_RATE} bytes per second at the least")
+
+        self._read_clock = self.loop.call_later(seconds, check)
+
+    # -- what the client reads -------------------------------------------------------------------------------------
+
+    def _watch_writing(self) -> None:
+        seconds, before = self.config.settings.send_timeout, self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < before:
+                self._watch_writing()
+            else:
+                self.config.metrics.cut("send_timeout")
+                # Reset: the system should not keep any of the answer either.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.transport.abort()  # also tells the application that the client is gone
+
+        _stop(self._write_clock)
+        if seconds:
+            self._write_clock = self.loop.call_later(seconds, check)
+
+    # -- their number ----------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Closes the connection that has owed something longest; only if all are being answered is this one the one too
+        many."""
+        oldest = next(iter(self.config.owing))
+        if oldest is self:
+            self._surplus = True
+        else:
+            oldest._cut("limit_concurrency", 503, self._too_many())
+            self.connections.discard(oldest)
+
+    def _too_many(self) -> str:
+        open_now = counted(self.config.settings.limit_concurrency, "connection")
+        return f"this server has {open_now} open (--limit-concurrency)"
+
+    async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
+        full = len(self.connections) > self.config.settings.limit_concurrency
+        if not (self._surplus and full) or scope["path"] in OPEN_PATHS:
+            return await self._served(scope, receive, send)
+        self.config.metrics.cut("limit_concurrency")
+        response = error_response(ApiError(self._too_many(), status=503, code="limit_concurrency"), scope["path"])
+        response.headers.update({"Retry-After": str(RETRY_SECONDS), "Connection": "close"})
+        await response(scope, receive, send)
+
+    def _cut(self, reason: str, status: int, message: str) -> None:
+        """Ends a connection whose client owes something, with an answer if it has begun a request and has none yet."""
+        self.config.metrics.cut(reason)
+        self.config.owing.pop(self, None)
+        _stop(self._read_clock)
+        try:
+            self._answer_cut(reason, status, message)
+        finally:
+            self.transport.close()
+
+    def _answer_cut(self, reason: str, status: int, message: str) -> None:
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not (has_request or self.conn.trailing_data[0]):
+            return
+        path = self.cycle.scope["path"] if has_request else ""
+        body = json.dumps(ApiError(message, status=status, code=reason).body(path)).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if has_request and self.cycle.scope["method"] == "HEAD":
+            body = b""
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        if has_request:
+            self.cycle.disconnected = True  # whatever the application still sends
+
+
+def _stop(clock: asyncio.TimerHandle | None) -> None:
+    if clock is not None:
+        clock.cancel()

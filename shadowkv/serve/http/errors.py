@@ -1,0 +1,138 @@
+"""What clients are told about an exception, the responses that tell them, and which exception gets which."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from shadowkv.engine.async_engine import EngineBusy, EngineDead
+from shadowkv.engine.request import RequestError
+from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, UnknownName, UnusableName
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.request_record import current_record
+
+logger = logging.getLogger("shadowkv.serve.errors")  # the name that the log shows
+
+INTERNAL_ERROR = "internal error; the server's log has the details"
+
+SAVES = {
+    UnknownName: (404, "unknown_name"),
+    UnusableName: (409, "unusable_name"),
+    NotDone: (503, "not_done"),
+    DiskTooSlow: (504, "timeout"),
+}
+"""Status and code for what cannot be saved or restored by name."""
+
+RETRY_SECONDS = 2
+"""Seconds after which a client is advised to retry, for a full queue or a key that has reached its request limit."""
+
+LINGER_SECONDS = 5.0
+"""For how long the rest of a refused body is read."""
+
+
+class DeadlineExceeded(Exception):
+    """A request took longer than the server allows."""
+
+
+class BodyTooLarge(HTTPException):
+    """A body that turned out to be too long while it arrived."""
+
+
+class BodyRefused(HTTPException):
+    """A body that was not read; FastAPI turns exceptions of any other type into the client's 400, unlogged."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about ``error``; our own errors are logged and not shown."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(str(error), param=error.param)
+    if isinstance(error, EngineDead):
+        return ApiError(str(error), status=503, code="engine_dead")
+    if isinstance(error, EngineBusy):
+        return ApiError(f"{error}; try again later", status=503, code="queue_full")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(str(error), status=504, code="timeout")
+    if (kind := next((kind for kind in SAVES if isinstance(error, kind)), None)) is not None:
+        status, code = SAVES[kind]
+        return ApiError(str(error), status=status, param="name" if status < 500 else None, code=code)
+    record = current_record()
+    logger.error("%s failed", "a request" if record is None else f"request {record.id}", exc_info=error)
+    return ApiError(INTERNAL_ERROR, status=500)
+
+
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """The response for it, to a request for that path."""
+    again = error.code in ("queue_full", "rate_limit_exceeded")
+    headers = {"Retry-After": str(RETRY_SECONDS)} if again else None
+    return JSONResponse(error.body(path), error.status, headers)
+
+
+def too_large(message: str, path: str) -> JSONResponse:
+    """The refusal of a body sent to that path."""
+    return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
+
+
+class _Lingering(JSONResponse):
+    """Refuses and goes on reading for a while: clients send a whole body before they look at the answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def drain() -> None:
+            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                pass
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(drain(), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Makes exceptions be answered as clients of each path expect."""
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        # No body, or one of another type; that is refused on purpose: a web page may post any other type to a local
+        # server without a preflight request by the browser.
+        text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
+        return error_response(ApiError(text), request.url.path)
+
+    @app.exception_handler(BodyRefused)
+    async def on_refused(request: Request, refused: BodyRefused) -> Response:
+        return error_response(refused.error, request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = error_response(ApiError(message, status=error.status_code), request.url.path)
+        response.headers.update(error.headers or {})  # Allow, for a method that the path lacks (RFC 9110, 15.5.6)
+        return response
+
+    @app.exception_handler(BodyTooLarge)
+    async def on_large(request: Request, error: BodyTooLarge) -> Response:
+        return too_large(error.detail, request.url.path)
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # It is raised again after the answer, and logged by the server.
+        response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
+        if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
+            response.headers["X-Request-Id"] = record.id
+        return response
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return error_response(error, request.url.path)

@@ -1,0 +1,215 @@
+"""Prometheus metrics, named like vLLM's with our prefix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.engine.request import RequestError, RequestOutput
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.prefix_cache.stats import TierStats
+
+TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
+REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
+"""Buckets: a prefill of a million tokens takes minutes."""
+
+PREFIX_GAUGES = {
+    "used_bytes": ("used_bytes", "What sequences or copies take; on the device those of running sequences included."),
+    "total_bytes": ("total_bytes", "What there is, or may be used."),
+    "pinned_bytes": ("pinned_bytes", "What names keep that prompts were saved under."),
+}
+PREFIX_COUNTERS = {
+    "hit_tokens": ("hit_tokens", "Prompt tokens that were found there, and not computed anew."),
+    "evictions": ("evictions", "Sequences, copies or files that made room for others."),
+    "copied_bytes": ("copied_bytes", "Bytes of copies made there."),
+    "refused_copies": ("refused", "Copies that were not made there, because there was no room or after an error."),
+    "restored_bytes": ("restored_bytes", "Bytes that went from there to the next tier above."),
+    "corrupt_files": ("corrupt", "Files that were not what was written, and were not served."),
+    "write_errors": ("write_errors", "Files that could not be written."),
+    "read_errors": ("read_errors", "Files that could not be read."),
+}
+"""For the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
+
+FIGURES = {
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "generated_tokens",
+    "prefix_cache_queries_total": "looked_up_tokens",
+    "prefix_cache_hits_total": "hit_tokens",
+    "time_to_first_token_seconds_count": "first_tokens",
+    "time_to_first_token_seconds_sum": "first_token_seconds",
+}
+"""Samples that the page shows, and their names there."""
+
+LOWER = ("host", "disk")
+TIERS_OF = {
+    **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
+    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes"), ("disk",)),
+}
+"""Tiers that a metric applies to, where it does not apply to all."""
+
+
+class ConnectionMetrics:
+    """Metrics of connections, in their own registry."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        text = "Connections that the server ended, by the limit that they went beyond."
+        labels = ["model_name", "reason"]
+        self._cut = Counter("shadowkv:connections_cut", text, labels, registry=self.registry)
+        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
+            self._cut.labels(model, reason)
+        text = "Connections that are open."
+        self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
+
+    def text(self) -> bytes:
+        """The page for Prometheus to read."""
+        return generate_latest(self.registry)
+
+    def cut(self, reason: str) -> None:
+        """Counts a connection that the server closed."""
+        self._cut.labels(self._model, reason).inc()
+
+
+class Metrics(ConnectionMetrics):
+    """One server's metrics, including those of its connections."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        super().__init__(model)
+        self.registry.register(_EngineFigures(engine, model))
+        ProcessCollector(registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            made = Counter(f"shadowkv:{name}", text, ["model_name", *labels], registry=self.registry)
+            return made if labels else made.labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            full = f"shadowkv:{name}_seconds"
+            return Histogram(full, text, ["model_name"], buckets=buckets, registry=self.registry).labels(model)
+
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found there, and not computed anew.")
+        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
+        for reason in ("stop", "length", "abort", "error"):
+            self._ended.labels(model, reason)
+        self._to_first = histogram("time_to_first_token", "From arrival in the engine to the first token.")
+        self._between = histogram("inter_token_latency", "Between two outputs of a request.", TOKEN_SECONDS)
+        self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
+        self._queue = histogram("request_queue_time", "From arrival in the engine to the start of prefill.")
+        self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
+
+    def figures(self) -> dict[str, float]:
+        """Some of the metrics as numbers, all counted from the start."""
+        fields = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
+        metrics = self.registry.restricted_registry(list(fields)).collect()
+        samples = [sample for metric in metrics for sample in metric.samples]
+        return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
+
+    async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
+        """``stream``, counted as it passes."""
+        last: float | None = None
+        reason: str | None = "error"
+        try:
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for output in stream:
+                    now = monotonic()
+                    if last is not None:
+                        self._between.observe(now - last)
+                    elif output.finish_reason != "error":
+                        self._begin(output)
+                    last, reason = now, output.finish_reason
+                    self._generated.inc(len(output.token_ids))
+                    if reason in ("stop", "length"):
+                        times = output.times
+                        self._whole.observe((times.last_token or now) - times.arrival)
+                    yield output
+        except (GeneratorExit, asyncio.CancelledError):
+            reason = reason if last is not None and reason else "abort"
+            raise
+        except (EngineBusy, RequestError):
+            reason = None  # never started
+            raise
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            if reason is not None:
+                self._ended.labels(self._model, reason).inc()
+
+    def _begin(self, output: RequestOutput) -> None:
+        self._prompt.inc(output.prompt_tokens)
+        if output.prompt_logprobs is None:  # all of a scored prompt is computed
+            self._queries.inc(output.prompt_tokens)
+            self._hits.inc(output.cached_tokens)
+        times = output.times
+        if times.scheduled is not None and times.first_token is not None:
+            self._to_first.observe(times.first_token - times.arrival)
+            self._queue.observe(times.scheduled - times.arrival)
+            self._prefill.observe(times.first_token - times.scheduled)
+
+
+class _EngineFigures(Collector):
+    """Metrics that are read from the engine on request."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        info = GaugeMetricFamily("shadowkv:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
+        info.add_metric([self._model, self._engine.kv], 1)
+        yield info
+        for name, text, value in (
+            ("num_requests_running", "Requests that own a sequence.", stats.running),
+            ("num_requests_waiting", "Requests in the queue.", stats.waiting),
+        ):
+            gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text in (
+            ("used_bytes", "KV cache in use, finished sequences that are kept included."),
+            ("total_bytes", "KV cache there is."),
+        ):
+            gauge = GaugeMetricFamily(f"shadowkv:kv_cache_{name}", text, labels=["model_name", "tier"])
+            for tier, use in stats.tiers.items():
+                gauge.add_metric([self._model, tier], getattr(use, name))
+            yield gauge
+        fetches = stats.fetches
+        for name, text, count in (
+            ("kv_chunks_selected", "Chunks with values on the host that decoding selected.", fetches.selected),
+            ("kv_chunks_fetched", "Those that were not in the device's buffer.", fetches.fetched),
+            ("kv_fetched_bytes", "Bytes of them, from host to device.", fetches.fetched_bytes),
+        ):
+            counter = CounterMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], count)
+            yield counter
+        yield from self._prefixes(stats.prefixes)
+
+    def _prefixes(self, tiers: Mapping[str, TierStats]) -> Iterator[Metric]:
+        """Metrics of the prefix cache, by tier."""
+        for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
+            for name, (field, text) in names.items():
+                family = kind(f"shadowkv:prefix_cache_{name}", text, labels=["model_name", "tier"])
+                for tier, stats in tiers.items():
+                    if tier in TIERS_OF.get(name, tiers):
+                        family.add_metric([self._model, tier], getattr(stats, field))
+                yield family
+        text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
+        seconds = SummaryMetricFamily("shadowkv:prefix_cache_restore_seconds", text, labels=["model_name", "tier"])
+        for tier in LOWER:
+            if tier in tiers:
+                stats = tiers[tier]
+                seconds.add_metric([self._model, tier], stats.restores, stats.restore_seconds)
+        yield seconds

@@ -1,0 +1,199 @@
+"""What every request passes on its way to a route, from the outside in: its id and its line in the log, HEAD as GET,
+and the guard against requests without a valid key, too many of them per key, and bodies that are too long."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
+from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.http.tracing import Tracing
+from shadowkv.wording import counted
+
+logger = logging.getLogger("shadowkv.serve.request_log")  # the name that the log shows
+
+MAX_FIELD_CHARS = 200
+"""Limit for what a client influences: its address behind a proxy, the method and the path."""
+
+OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
+"""Paths for probes and monitoring, which need no key."""
+
+STATS_PATH = "/page/stats"
+"""The page requests it every second: it is not counted among its key's requests, and not logged."""
+
+MAX_DIGITS = 18
+"""Of a body's length, as a number that can be compared."""
+
+
+class RequestLog:
+    """ASGI middleware, the outermost one: every answer has an ``X-Request-Id``, every request gets a line at its end.
+
+    Args:
+        app: the application that answers.
+        log: whether requests are logged.
+        tracing: where spans are sent, if anywhere.
+    """
+
+    def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:
+        self._app, self._log, self._tracing = app, log, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        record = RequestRecord.of(scope)
+        set_current_record(record)
+        begun = complete = gone = False
+
+        async def heard() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal begun, complete
+            if message["type"] == "http.response.start":
+                begun, record.status = True, message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                message = {**message, "headers": headers}
+            elif message["type"] == "http.response.body" and not message.get("more_body"):
+                complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, heard, noted)
+        except asyncio.CancelledError:  # for what is in progress at a stop that waits no longer
+            record.cut = SERVER_STOPPING
+            raise
+        finally:
+            if gone and not complete:
+                record.cut = CLIENT_GONE
+            elif begun and not complete:  # what has not begun is answered outside of this
+                record.cut = record.cut or INTERNAL
+            # Probes and the page poll every few seconds.
+            if self._log and not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
+                logger.info("%s", _line(scope, record))
+            if self._tracing is not None:
+                self._tracing.add(scope, record)
+
+
+def _line(scope: Scope, record: RequestRecord) -> str:
+    """``name=value`` for all but the first fields; fields contain no blanks, so that a client cannot forge one."""
+    client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
+    path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
+    fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
+    if record.generation is not None:
+        usage = record.generation.usage()
+        fields += [
+            f"prompt_tokens={usage['prompt_tokens']}",
+            f"cached_tokens={usage['prompt_tokens_details']['cached_tokens']}",
+            f"completion_tokens={usage['completion_tokens']}",
+        ]
+        if (first := record.time_to_first_token) is not None:
+            fields.append(f"ttft={first:.3f}s")
+    fields.append(f"duration={record.duration:.3f}s")
+    return " ".join([*fields, *(() if record.cut is None else (f"cut={record.cut}",))])
+
+
+def _field(text: str) -> str:
+    return re.sub(r"[^!-~]", "?", text)[:MAX_FIELD_CHARS]
+
+
+class HeadAsGet:
+    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: with the same status and
+    headers, and without a body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
+class Guard:
+    """ASGI middleware that refuses what must not reach the API.
+
+    Args:
+        app: the application to guard.
+        settings: the keys and the limits.
+        keyless_paths: need no key, besides ``OPEN_PATHS``.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keyless_paths: frozenset[str] = frozenset()) -> None:
+        self._app, self._limit = app, settings.max_body_bytes
+        self._keyless_paths = OPEN_PATHS | keyless_paths
+        self._keys = [key.encode() for key in settings.api_key]
+        self._limit_per_key, self._running = settings.max_concurrent_requests_per_key, Counter[int]()
+        self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if not self._keys or scope["path"] in self._keyless_paths:
+            return await self._unless_too_large(scope, receive, send)
+        headers, path = dict(scope["headers"]), scope["path"]
+        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
+        key = _matching_key(given, bare, self._keys)
+        if key is None:
+            wrong = "the API key is wrong"
+            text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
+            error = ApiError(text, status=401, code="invalid_api_key")
+            return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        if path == STATS_PATH:
+            return await self._unless_too_large(scope, receive, send)
+        if self._limit_per_key and self._running[key] >= self._limit_per_key:
+            limit = counted(self._limit_per_key, "request")
+            text = f"{limit} with this API key may be at work (--max-concurrent-requests-per-key)"
+            error = ApiError(f"{text}; try again later", status=429, code="rate_limit_exceeded")
+            return await error_response(error, path)(scope, receive, send)
+        self._running[key] += 1
+        try:
+            await self._unless_too_large(scope, receive, send)
+        finally:
+            self._running[key] -= 1
+
+    async def _unless_too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > MAX_DIGITS or int(length) > self._limit:
+            return await too_large(self._too_large, scope["path"])(scope, receive, send)
+        await self._app(scope, self._limited(receive), send)
+
+    def _limited(self, receive: Receive) -> Receive:
+        left = self._limit
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            if message["type"] == "http.request":
+                size, before = len(message.get("body", b"")), left
+                left -= size
+                if left < 0 <= before:  # once: the rest is discarded
+                    raise BodyTooLarge(413, self._too_large)
+            return message
+
+        return limited
+
+
+def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:
+    """Which key an Authorization header has, its scheme in any case (RFC 9110, 11.1), or an x-api-key, if any."""
+    scheme, _, given = credentials.partition(b" ")
+    given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
+    # A comparison takes the same time for any key of the same length, and all are made.
+    matches = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
+    return matches[0] if matches else None

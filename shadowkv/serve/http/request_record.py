@@ -1,0 +1,100 @@
+"""What is known about an HTTP request while it is served: its id, and what the log and traces report at its end."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.types import Scope
+
+from shadowkv.engine.request import Request, RequestOutput
+
+SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
+"""Ids that clients may choose: they appear in answers, headers and the log."""
+
+CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
+"""Why an answer was cut short, besides the codes of errors."""
+
+
+class Generation(Protocol):
+    """What the log and traces report of what is generated for a request.
+
+    Attributes:
+        model: its name to clients.
+        choices: the requests to the engine.
+        last_outputs: the newest output of each of them, by their number.
+    """
+
+    model: str
+    choices: list[Request]
+    last_outputs: dict[int, RequestOutput]
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, as in an answer."""
+        ...
+
+
+@dataclass
+class RequestRecord:
+    """One HTTP request.
+
+    Attributes:
+        id: the client's ``X-Request-Id`` if it is valid, or a new one.
+        began: when it arrived, in seconds of ``time.monotonic``.
+        began_ns: the same in nanoseconds since 1970.
+        status: of the answer; 500 until that has begun.
+        cut: why the answer is not all that was requested, in a word, although its status may be 200; None where it is
+            complete, even if it is an error.
+        generation: what is generated for it, if anything.
+    """
+
+    id: str
+    began: float = field(default_factory=time.monotonic)
+    began_ns: int = field(default_factory=time.time_ns)
+    status: int = 500
+    cut: str | None = None
+    generation: Generation | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestRecord:
+        """The record of an ASGI request that has just arrived."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        return cls(given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex)
+
+    @property
+    def duration(self) -> float:
+        """Seconds since it arrived."""
+        return time.monotonic() - self.began
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from its arrival to the first token of any of its choices; None before that."""
+        outputs = () if self.generation is None else self.generation.last_outputs.values()
+        first = [output.times.first_token for output in outputs if output.times.first_token is not None]
+        return min(first) - self.began if first else None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds until the first of its choices was started; None before that."""
+        outputs = () if self.generation is None else self.generation.last_outputs.values()
+        waited = [
+            output.times.scheduled - output.times.arrival for output in outputs if output.times.scheduled is not None
+        ]
+        return min(waited) if waited else None
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
+
+
+def current_record() -> RequestRecord | None:
+    """The record of the request that is being served; None outside of one, as in batch mode."""
+    return _current.get()
+
+
+def set_current_record(record: RequestRecord) -> None:
+    """Makes it the current one of this task and of those that it starts."""
+    _current.set(record)

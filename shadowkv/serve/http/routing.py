@@ -1,0 +1,120 @@
+"""What FastAPI's routes lack: bodies that the application's ``BodyReader`` reads, and in ``/openapi.json`` exactly the
+statuses that a route has, each with its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from shadowkv.serve.bodies.body import Body
+from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.http.errors import BodyRefused, as_api_error
+
+STATUSES = {
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model, or nothing saved under such a name.",
+    408: "The rest of the request did not come in time.",
+    409: "What is saved under the name is of another model or policy, or its file is not what was written.",
+    413: "The body is too long.",
+    429: "As many requests with this API key are at work as may.",
+    500: "The server has failed.",
+    503: "The server is full, or the engine is not running.",
+    504: "The request took longer than it may.",
+}
+FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
+FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
+"""Statuses of routes that generate text."""
+
+EVENT_STREAM = "text/event-stream"
+
+
+class _Request(Request):
+    model: type[Body]
+
+    async def body(self) -> bytes:  # a bytearray works as well
+        # Grown as it arrives: joining the pieces of 32 MiB at the end would block everything for a while.
+        if not hasattr(self, "_body"):
+            received = bytearray()
+            async for piece in self.stream():
+                received += piece
+            self._body = cast("bytes", received)
+        return self._body
+
+    async def json(self) -> Any:
+        reader: BodyReader = self.app.state.bodies
+        raw = await self.body()
+        try:
+            return await reader.read(raw, self.model)
+        except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
+            raise BodyRefused(as_api_error(error)) from error
+
+
+class BodyRoute(APIRoute):
+    """A route whose body, if it takes one, is a ``Body``: it reaches FastAPI as a parsed request."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            request = _Request(request.scope, request.receive)
+            if self.body_field is not None:
+                request.model = cast("type[Body]", self.body_field.field_info.annotation)
+            return await handler(request)
+
+        return handle
+
+
+class Answer(BaseModel):
+    """An object with these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    """What is wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Body of every status from 400 on."""
+
+    error: ErrorDetail
+
+
+def responses(
+    answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
+) -> dict[int | str, Any]:
+    """FastAPI's ``responses`` for a route.
+
+    Args:
+        answer: the body of a 200 as JSON.
+        statuses: the other ones, from ``STATUSES``.
+        error: the body of those.
+        text: media type that a 200 may have as well: a stream of server-sent events, or metrics.
+    """
+    well: dict[str, Any] = {} if answer is None else {"model": answer}
+    if text is not None:
+        well["content"] = {text: {}}  # OpenAPI 3.1 has no schema for the events of a stream
+    return {200: well, **{status: {"model": error, "description": STATUSES[status]} for status in statuses}}
+
+
+class Application(FastAPI):
+    """FastAPI, without the 422 that it documents for every route that takes input: here that is a 400."""
+
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
+        for route in schema["paths"].values():
+            for operation in route.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        return schema

@@ -1,0 +1,98 @@
+"""Runs the HTTP API on a socket until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from time import monotonic
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from shadowkv.serve.http.connections import ConnectionConfig
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.wording import counted
+
+Stop = Callable[[], Awaitable[object]]
+
+CONNECTION_SECONDS = 5
+"""How long a stop waits for clients to read what they are still sent."""
+
+POLL_SECONDS = 0.05
+
+HANGUP = getattr(signal, "SIGHUP", None)
+"""Sent by a terminal as it closes; Windows has none."""
+WAITING_CONNECTIONS = 2048
+"""Connections that the system establishes for the server before it accepts them."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which on shutdown also stops what produces the answers, such as an engine.
+
+    The first signal stops it: no more connections, and requests in progress have ``drain`` seconds to end. The second
+    ends the process immediately, except SIGHUP, which shell and terminal may both send.
+    """
+
+    def __init__(self, config: uvicorn.Config, stops: Sequence[Stop], url: str, drain: float) -> None:
+        super().__init__(config)
+        self._stops, self._url, self._drain = stops, url, drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING_CONNECTIONS)  # uvicorn's lower number is also how many are accepted at once
+        print(f"ready: {self._url}/v1", flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals(), ExitStack() as stack:
+            if HANGUP is not None and (before := signal.getsignal(HANGUP)) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(HANGUP, self.handle_exit)
+                stack.callback(signal.signal, HANGUP, before)
+            yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig != HANGUP:
+            os._exit(128 + sig)  # no clean-up: the current step may take minutes
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # idle ones at once, the others after their answers
+        tasks, end = self.server_state.tasks, monotonic() + self._drain
+        if tasks and self._drain:
+            with suppress(OSError):  # if the terminal is closed
+                at_work = counted(len(tasks), "request")
+                print(f"stopping: {self._drain:g} s for {at_work} to end", file=sys.stderr, flush=True)
+        while tasks and monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
+        await asyncio.gather(*(stop() for stop in self._stops))
+        await super().shutdown(sockets)
+
+
+def run(app: FastAPI, stops: Sequence[Stop], listener: socket.socket) -> None:
+    """Serves an application, whose state has ``settings`` and ``metrics`` as ``build_app`` sets them, on a bound
+    socket; ``stops`` end what is still in progress when the drain time is over."""
+    settings: ServerSettings = app.state.settings
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    config = ConnectionConfig(
+        app,
+        log_config=None,  # keep the process's own
+        log_level="warning",
+        timeout_graceful_shutdown=CONNECTION_SECONDS,
+    )
+    _Server(config, stops, url, settings.shutdown_timeout).run(sockets=[listener])

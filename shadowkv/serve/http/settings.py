@@ -1,0 +1,207 @@
+"""How the server treats its clients: accepted keys, and limits on size, number and time; every field is a flag."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import ssl
+from dataclasses import dataclass, fields
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+
+from shadowkv.serve.text.reasoning import REASONING_PARSERS
+from shadowkv.serve.text.tool_formats import FORMATS, tool_format
+from shadowkv.wording import SettingsError
+
+KEY_VARIABLE = "SHADOWKV_API_KEY"
+LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits of the server; 0 seconds means no limit, and for ``keep_alive_interval`` that none are sent.
+
+    ``timeout_keep_alive``, ``limit_concurrency`` and ``h11_max_incomplete_event_size`` are uvicorn's names,
+    those of the other time-outs are nginx's.
+
+    ``tool_call_parser``, ``enable_auto_tool_choice`` and ``reasoning_parser`` are vLLM's: the format in which the model
+    writes tool calls, which most chat templates reveal; that a server must not start without knowing it; and the tags
+    of the model's thoughts. The fields for keys, cross-origin pages (CORS), TLS, the log and traces have vLLM's names,
+    too.
+
+    Raises:
+        SettingsError: values that are not valid; the message lists every one.
+    """
+
+    api_key: tuple[str, ...] = ()
+    max_concurrent_requests_per_key: int = 0
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    disable_uvicorn_access_log: bool = False
+    otlp_traces_endpoint: str | None = None
+    max_body_mib: float = 32.0
+    request_timeout: float = 0.0
+    shutdown_timeout: float = 10.0
+    keep_alive_interval: float = 15.0
+    client_header_timeout: float = 20.0
+    client_body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    timeout_keep_alive: int = 5
+    limit_concurrency: int = 2048
+    h11_max_incomplete_event_size: int = 2**14
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    reasoning_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        bad = [
+            f"{name}={getattr(self, name)} must not be negative"
+            for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval", "client_header_timeout")
+            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key")
+            if not getattr(self, name) >= 0
+        ]
+        bad += [
+            f"{name}={getattr(self, name)} must be positive"
+            for name in ("max_body_mib", "timeout_keep_alive", "limit_concurrency", "h11_max_incomplete_event_size")
+            if not getattr(self, name) > 0
+        ]
+        # Blanks around a key are not part of it in the header that carries it.
+        if isinstance(self.api_key, str) or not all(map(_is_key, self.api_key)):
+            bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
+        if self.max_concurrent_requests_per_key and not self.api_key:
+            bad.append("max_concurrent_requests_per_key has no meaning without api_key")
+        if self.allow_credentials and not self.allowed_origins:
+            bad.append("allow_credentials has no meaning without allowed_origins")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
+            bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
+        if self.tool_call_parser not in (None, *FORMATS):
+            bad.append(f"tool_call_parser={self.tool_call_parser!r} must be one of {', '.join(FORMATS)}")
+        if self.reasoning_parser not in (None, *REASONING_PARSERS):
+            bad.append(f"reasoning_parser={self.reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
+        if bad:
+            raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Length of the longest request body."""
+        return int(self.max_body_mib * 2**20)
+
+    def check_template(self, template: str | None) -> None:
+        """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
+        if self.enable_auto_tool_choice and tool_format(self.tool_call_parser, template) is None:
+            reason = "the chat template does not tell how the model writes calls of tools"
+            raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
+
+    def check_surroundings(self) -> None:
+        """Raises ValueError where TLS files, or the library for traces, are requested and cannot be used."""
+        if self.otlp_traces_endpoint is not None:
+            try:
+                import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+            except ImportError as error:
+                reason = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'shadowkv-engine[otel]'"
+                raise ValueError(reason) from error
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            file = getattr(self, name)
+            if file is not None and not Path(file).is_file():
+                raise ValueError(f"--{name.replace('_', '-')} {file} is not a file")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            if self.ssl_certfile is not None:
+                # A server that starts unattended cannot ask for the password of an encrypted key.
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except ssl.SSLError as error:
+            files = ", ".join(filter(None, (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)))
+            reason = "certificates and their key, unencrypted, are needed in PEM"
+            raise ValueError(f"--ssl-certfile: {reason}; of {files} the library says: {error}") from error
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ServerSettings:
+        """The settings given by parsed flags."""
+        given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        for name in LISTS:
+            given[name] = None if given[name] is None else tuple(chain.from_iterable(given[name]))
+        # Also from the environment, one per line: a command line is visible to every user of the machine.
+        given["api_key"] = given["api_key"] or tuple(os.environ.get(KEY_VARIABLE, "").splitlines())
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
+        """Adds every flag; one that is not given is None, which differs from its default."""
+        text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
+        group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
+        for flag, metavar, text in (
+            ("--allowed-origins", "ORIGIN", "whose pages may ask, '*': all (CORS; default: none)"),
+            ("--allowed-methods", "METHOD", "that they may use (default: all)"),
+            ("--allowed-headers", "HEADER", "that they may send (default: all)"),
+        ):
+            group.add_argument(flag, nargs="+", action="extend", type=_names, metavar=metavar, help=text)
+        text = "they may send cookies and certificates"
+        group.add_argument("--allow-credentials", action="store_true", default=None, help=text)
+        for flag, text in (
+            ("--ssl-certfile", "certificate, and those up to the authority's, in PEM: serve https"),
+            ("--ssl-keyfile", "its key (default: in the same file)"),
+            ("--ssl-ca-certs", "authorities of clients' certificates"),
+        ):
+            group.add_argument(flag, metavar="FILE", help=text)
+        text = "clients' certificates: 0: none, 1: checked if there is one, 2: needed (default: 0)"
+        group.add_argument("--ssl-cert-reqs", type=int, choices=[0, 1, 2], help=text)
+        text = "no line in the log for each request"
+        flags = ("--disable-uvicorn-access-log", "--disable-log-requests")
+        group.add_argument(*flags, action="store_true", default=None, help=text)
+        text = "OpenTelemetry collector that spans of requests go to, over HTTP (default: none)"
+        group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
+        for flag, metavar, text in (
+            ("--max-body-mib", "MIB", "longest request body"),
+            ("--request-timeout", "SECONDS", "a request that takes longer is aborted, 0: none"),
+            ("--shutdown-timeout", "SECONDS", "after a signal to stop, time for running requests to end"),
+            ("--keep-alive-interval", "SECONDS", "a silent stream gets a comment this often, 0: never"),
+            ("--client-header-timeout", "SECONDS", "a request's header must come within this time, 0: any"),
+            ("--client-body-timeout", "SECONDS", "a body must come in with 500 bytes/s over this time, 0: any"),
+            ("--send-timeout", "SECONDS", "a client that reads nothing of its answer for so long is cut off, 0: never"),
+            ("--timeout-keep-alive", "SECONDS", "idle connections are closed after"),
+            ("--max-concurrent-requests-per-key", "N", "of each --api-key; more get a 429, 0: any number"),
+            ("--limit-concurrency", "N", "connections at once: silent ones give way, and then more get a 503"),
+            ("--h11-max-incomplete-event-size", "BYTES", "a header that has not ended by then is refused"),
+        ):
+            name = flag.removeprefix("--").replace("-", "_")
+            default = getattr(cls, name)
+            group.add_argument(flag, type=type(default), metavar=metavar, help=f"{text} (default: {default:g})")
+        text = "how the model writes calls of tools (default: as its chat template tells)"
+        group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
+        text = "thoughts within <think> and </think> are told apart from the answer (default: part of it)"
+        group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
+        text = "do not start where it is not known how the model writes calls of tools"
+        group.add_argument("--enable-auto-tool-choice", action="store_true", default=None, help=text)
+
+
+def _is_key(key: str) -> bool:
+    """Whether an Authorization header can carry it."""
+    return key.isascii() and key.isprintable() and bool(key) and key == key.strip()
+
+
+def _names(text: str) -> list[str]:
+    """One value of a flag that takes several; in vLLM they are one JSON list."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        names = json.loads(text)
+    except json.JSONDecodeError:
+        names = [None]
+    if not all(isinstance(name, str) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} begins like a list in JSON and is none of strings")
+    return list(names)

@@ -1,0 +1,85 @@
+"""What clients and operators ask of the server itself: its models, health, version and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from shadowkv import __version__
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.routing import Answer, responses
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+
+class ServedModel(Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class Health(Answer):
+    """Answer of ``/health``, with 503 where the engine is dead."""
+
+    status: Literal["ok", "dead"]
+
+
+class Version(Answer):
+    """Answer of ``/version``."""
+
+    version: str
+
+
+def status_routes(engine: AsyncEngine, engines: Mapping[str, AsyncEngine], metrics: Metrics) -> APIRouter:
+    """The routes.
+
+    Args:
+        engine: whose health is the server's.
+        engines: of all models, by their names to clients.
+    """
+    router = APIRouter()
+    about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
+    models = {name: {"id": name, **about, "max_model_len": served.max_model_len} for name, served in engines.items()}
+
+    @router.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
+    async def get_models() -> dict[str, Any]:
+        return {"object": "list", "data": [*models.values()]}
+
+    @router.get("/v1/models/{name:path}", response_model=None, responses=responses(ServedModel, 401, 404, 429, 503))
+    async def get_model(name: str) -> dict[str, Any]:
+        if name not in models:
+            raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
+        return models[name]
+
+    @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
+    async def get_health() -> Response:
+        alive = engine.is_alive
+        return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
+
+    @router.get("/version", response_model=None, responses=responses(Version, 503))
+    async def get_version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @router.get("/metrics", response_class=Response, responses=responses(None, 503, text="text/plain"))
+    async def get_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,197 @@
+"""Shapes of the answers, for the OpenAPI schema; answers are written as plain objects, not validated against these."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from shadowkv.serve.http.routing import Answer
+
+Kind = TypeVar("Kind", bound=str)
+Choice = TypeVar("Choice", bound=BaseModel)
+
+
+class PromptTokensDetails(Answer):
+    """How many of a prompt's tokens were found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class KVTransfer(Answer):
+    """What a proxy passes on to a decode server; only where a request asked for it."""
+
+    do_remote_prefill: Literal[True]
+    do_remote_decode: Literal[False]
+    remote_snapshots: list[str]
+
+
+FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class LayerSelections(Answer):
+    """Cells of tokens that a ``layer`` selected from, on behalf of the group of ``layers`` [first, end); and the shares
+    of its attention to all that it selected."""
+
+    layers: list[int]
+    layer: int
+    cells: list[int]
+    weights: list[float]
+
+
+class TokenSelections(Answer):
+    """What a token of an answer attended to, out of the ``length`` tokens before it.
+
+    Cell n has ``cell`` tokens, from position n x ``cell`` on. ``exact`` are runs [first, end) of positions that all
+    layers attended to in addition.
+    """
+
+    length: int
+    cell: int
+    everything: bool
+    exact: list[list[int]]
+    groups: list[LayerSelections]
+
+
+Selections = list[TokenSelections | None]
+"""One for each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
+
+
+class Generated(Answer, Generic[Kind, Choice]):
+    """Texts generated for one prompt."""
+
+    id: str
+    object: Kind
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    kv_transfer_params: KVTransfer | None = None
+
+
+class CompletionLogprobs(Answer):
+    """Log-probabilities of a text's tokens; null for the first token of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    selections: Selections = Field([])
+
+
+class Completion(Generated[Literal["text_completion"], CompletionChoice]):
+    """Answer of ``/v1/completions``."""
+
+
+class TokenLogprob(Answer):
+    """A token's log-probability; null bytes mean part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredToken(TokenLogprob):
+    """A token of the answer, with the most likely alternatives in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of a turn's tokens."""
+
+    content: list[ScoredToken]
+    refusal: None
+
+
+class CalledFunction(Answer):
+    """What is called, and with what: ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Answer):
+    """The assistant's turn; without text only where there are calls or thoughts."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field([])
+    reasoning_content: str = ""
+
+
+class ChatChoice(Answer):
+    """One turn."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    selections: Selections = Field([])
+
+
+class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
+    """Answer of ``/v1/chat/completions``."""
+
+
+class Tokenized(Answer):
+    """Answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class RestoredPrompt(Answer):
+    """Answer of ``/cache/restore``: tokens of the prompt, bytes of the files that hold them, and seconds taken."""
+
+    name: str
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+class SavedPrompt(RestoredPrompt):
+    """Answer of ``/cache/save``."""
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of ``/tokenizer_info``, with every special token that the tokeniser names."""
+
+    eos_token: str | None
+    vocab_size: int

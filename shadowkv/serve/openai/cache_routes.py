@@ -1,0 +1,72 @@
+"""``/cache/save`` and ``/cache/restore``: prompts that are kept on the disk by name, and brought back from there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.prefix_cache.protocol import Saved
+from shadowkv.serve.http.errors import DeadlineExceeded
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.replies import reply
+from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.answers import RestoredPrompt, SavedPrompt
+from shadowkv.serve.openai.completions import ChatCompletions, Completions
+from shadowkv.serve.openai.endpoint import Endpoint, check_model, engine_request
+from shadowkv.serve.openai.protocol import RestoreRequest, SaveRequest
+from shadowkv.serve.text.tokenization import in_turn
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+
+def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
+    """The routes; their work is done off the event loop, and abandoned when the client hangs up."""
+    router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
+    completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
+
+    async def save(body: SaveRequest) -> Saved:
+        endpoint: Endpoint = completions if body.messages is None else chat_completions
+        params = SamplingParams(max_tokens=1, temperature=0.0, cache_salt=body.cache_salt)
+
+        def encode() -> list[int]:
+            return endpoint.prompts(body, engine.max_model_len)[0]
+
+        prompt = await in_turn(sum(endpoint.sizes(body)), encode)
+        request = await in_turn(len(prompt), lambda: engine_request(engine, prompt, params))
+        return await engine.save(body.name, request, metrics.watch)
+
+    async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:
+        async def answer() -> Response:
+            began = time.monotonic()
+            check_model(body.model, served_name)
+            saved = await _within(settings.request_timeout, work())
+            seconds = time.monotonic() - began
+            return JSONResponse({"name": body.name, "tokens": saved.tokens, "bytes": saved.nbytes, "seconds": seconds})
+
+        return await reply(request, answer)
+
+    @router.post("/cache/save", response_model=None, responses=responses(SavedPrompt, *statuses))
+    async def post_save(body: SaveRequest, request: Request) -> Response:
+        return await respond(body, request, lambda: save(body))
+
+    @router.post("/cache/restore", response_model=None, responses=responses(RestoredPrompt, *statuses))
+    async def post_restore(body: RestoreRequest, request: Request) -> Response:
+        return await respond(body, request, lambda: engine.restore(body.name))
+
+    return router
+
+
+async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:
+    """What ``work`` returns; raises DeadlineExceeded after ``seconds``, if not 0."""
+    try:
+        return await asyncio.wait_for(work, seconds or None)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded("the request took longer than this server allows") from None

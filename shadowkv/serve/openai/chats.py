@@ -1,0 +1,104 @@
+"""What all conversation APIs share: a chat's prompt, its calls and its thoughts; and answers that are assembled from
+typed events, as a stream has them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.replies import Events
+from shadowkv.serve.openai.endpoint import Endpoint
+from shadowkv.serve.openai.jobs import Job
+from shadowkv.serve.openai.messages import template_input
+from shadowkv.serve.openai.protocol import ChatRequest
+from shadowkv.serve.text.reasoning import ReasoningParser
+from shadowkv.serve.text.tokenization import check_length
+from shadowkv.serve.text.tool_formats import Listed, Named
+from shadowkv.serve.text.tool_parser import ToolParser, call_id
+
+END_TOKENS = 16
+"""Final tokens of a prompt that are searched for the beginning of the thoughts, which some templates write."""
+
+
+class Chat(Endpoint):
+    """A conversation in, the assistant's turn out."""
+
+    def sizes(self, request: ChatRequest) -> list[int]:
+        return [request.characters]
+
+    def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
+        try:
+            check = partial(check_length, self.tokenizer, limit, "messages")
+            turns, variables = template_input(request, self.tokenizer.chat_template)
+            return [self.tokenizer.encode_chat(turns, parse_special=request.parse_special, check=check, **variables)]
+        except ValueError as error:  # no template, or one that refuses these messages
+            raise ApiError(str(error), param="messages") from error
+
+    def tool_parser(self, request: ChatRequest) -> ToolParser | None:
+        """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
+        chosen, known = request.chosen_tools, self.tool_format
+        if chosen.is_forced:
+            new_id = call_id if known is None else known.new_id
+            return Listed(new_id) if chosen.name is None else Named(chosen.name, new_id)
+        if not request.parses_calls:
+            return None
+        if known is None:
+            reason = (
+                "tool_choice 'auto' needs to know how the model writes calls, which its chat template does not tell"
+            )
+            advice = "pass 'required', a function's name or 'none', or start the server with --tool-call-parser"
+            raise ApiError(f"{reason}: {advice}", param="tool_choice")
+        return known.parser(known.new_id)
+
+    def reasoning_parser(self, request: ChatRequest, prompt: list[int]) -> ReasoningParser | None:
+        if self.settings.reasoning_parser is None or request.output_schema is not None:  # JSON has no room for thoughts
+            return None
+        return ReasoningParser(self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False))
+
+
+class EventOutput(Protocol):
+    """One answer.
+
+    Attributes:
+        answer: what ``events`` have assembled so far.
+    """
+
+    answer: dict[str, Any]
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as it is generated."""
+        ...
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event for an error."""
+        ...
+
+
+class EventChat(Chat):
+    """A chat requested through an API of another shape: its bodies have a ``chat``."""
+
+    sign_of_life: ClassVar[str] = Events.sign_of_life
+
+    @abstractmethod
+    def output(self, job: Job) -> EventOutput:
+        """The object that makes the answer."""
+
+    def request(self, body: Any) -> ChatRequest:
+        chat = body.chat
+        assert isinstance(chat, ChatRequest)
+        return chat
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        output = self.output(job)
+        async with aclosing(output.events()) as events:
+            async for _ in events:
+                pass
+        return output.answer
+
+    def stream(self, job: Job) -> Events:
+        output = self.output(job)
+        return Events(output.events(), output.failure, named=True, end="", sign_of_life=self.sign_of_life)

@@ -1,0 +1,159 @@
+"""``/v1/completions`` and ``/v1/chat/completions``: answers that are a list of choices, whole or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.replies import Events
+from shadowkv.serve.openai.chats import Chat
+from shadowkv.serve.openai.endpoint import Endpoint
+from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
+from shadowkv.serve.text.tokenization import encode, too_long
+from shadowkv.serve.text.tool_parser import CallPart
+from shadowkv.wording import counted
+
+
+class Choices(Endpoint):
+    """An endpoint whose answers have choices."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def delta(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a choice, in a stream: one or more chunks."""
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        pieces = await job.joined_pieces()
+
+        def shape() -> list[dict[str, Any]]:
+            return [self.choice(piece) for piece in pieces]
+
+        # Writing down the log-probabilities of a long prompt takes a while.
+        choices = await asyncio.to_thread(shape) if job.echo else shape()
+        return {**job.head(self.kind), "choices": choices, "usage": job.usage(), **job.remote_prefill.answer_field()}
+
+    def stream(self, job: Job) -> Events:
+        return Events(self._chunks(job))
+
+    async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
+        head = job.head(self.chunk_kind) | ({"usage": None} if job.request.include_usage else {})
+        async with aclosing(job.pieces()) as pieces:
+            async for piece in pieces:
+                slow = piece.first and job.echo
+                for choice in await asyncio.to_thread(self.delta, piece) if slow else self.delta(piece):
+                    yield {**head, "choices": [choice]}
+        if job.request.include_usage:
+            yield {**head, "choices": [], "usage": job.usage()}
+
+
+def selections_of(piece: Piece) -> dict[str, Any]:
+    """What each of a piece's tokens attended to, where requested."""
+    if piece.selections is None:
+        return {}
+    return {"selections": [None if selection is None else asdict(selection) for selection in piece.selections]}
+
+
+class Completions(Choices):
+    """Text in, text out."""
+
+    url = "/v1/completions"
+    request_type = CompletionRequest
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def sizes(self, request: CompletionRequest) -> list[int]:
+        return [len(prompt) for prompt in request.prompt]
+
+    def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
+        for prompt in request.prompt:
+            if not isinstance(prompt, str) and len(prompt) > limit:
+                reason = f"at most {counted(limit, 'token')} may come, but the prompt has {len(prompt)}"
+                raise too_long(reason, "prompt")
+        try:
+            return [
+                encode(self.tokenizer, prompt, limit, "prompt") if isinstance(prompt, str) else prompt.tolist()
+                for prompt in request.prompt
+            ]
+        except ValueError as error:  # text that is not valid UTF-8
+            raise ApiError(str(error), param="prompt") from error
+
+    def echo(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str] | None:
+        if not request.echo:
+            return None
+        pairs = zip(request.prompt, prompts, strict=True)
+        return [
+            text if isinstance(text, str) else self.tokenizer.decode(ids, skip_special_tokens=False)
+            for text, ids in pairs
+        ]
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None
+            if piece.logprobs is None
+            else completion_logprobs(self.tokenizer, piece.logprobs, piece.offset),
+            "finish_reason": piece.finish_reason,
+            **selections_of(piece),
+        }
+
+    def delta(self, piece: Piece) -> list[dict[str, Any]]:
+        return [self.choice(piece)]
+
+
+class ChatCompletions(Chat, Choices):
+    """The OpenAI API's chats."""
+
+    url = "/v1/chat/completions"
+    request_type = ChatRequest
+    id_prefix = "chatcmpl"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.thought:
+            message |= {"content": piece.text or None, "reasoning_content": piece.thought}
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": [_call(part) for part in piece.calls]}
+        return self._with("message", message, piece)
+
+    def delta(self, piece: Piece) -> list[dict[str, Any]]:
+        chunks = []
+        if piece.first:
+            chunks.append(self._with("delta", {"role": "assistant", "content": ""}, Piece(piece.index)))
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.thought:
+            delta["reasoning_content"] = piece.thought
+        if piece.calls:
+            delta["tool_calls"] = [{"index": part.index, **_call(part)} for part in piece.calls]
+        chunks.append(self._with("delta", delta, piece))
+        return chunks
+
+    def _with(self, key: str, value: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            key: value,
+            "logprobs": None if piece.logprobs is None else chat_logprobs(self.tokenizer, piece.logprobs),
+            "finish_reason": piece.finish_reason,
+            **selections_of(piece),
+        }
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    """A call in the API's form, or the part of one that comes after its name."""
+    if part.name is None:
+        return {"function": {"arguments": part.arguments}}
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

@@ -1,0 +1,191 @@
+"""Endpoints that are asked for text: what is specific to each, its prompts and the shapes of its answers, and what all
+share: the way from a checked body to a job for the engine, and from that to the response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.engine.request import Request as EngineRequest
+from shadowkv.engine.request import RequestError
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.errors import as_api_error
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.replies import Events, EventStream, reply
+from shadowkv.serve.http.request_record import current_record
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.jobs import Job
+from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
+from shadowkv.serve.text.reasoning import ReasoningParser
+from shadowkv.serve.text.tokenization import in_turn
+from shadowkv.serve.text.tool_formats import tool_format
+from shadowkv.serve.text.tool_parser import ToolParser
+from shadowkv.wording import counted
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.models.tokenizer import Tokenizer
+
+
+class Endpoint(ABC):
+    """One way to ask for text; instances hold only the tokenizer and how to read answers.
+
+    Args:
+        tokenizer: the served model's.
+        settings: say which tool calls and thoughts answers may have.
+
+    Attributes:
+        names: what parameters of a ``GenerationRequest`` are called here, where that differs.
+    """
+
+    url: ClassVar[str]
+    request_type: ClassVar[type[Sampling]]
+    id_prefix: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings | None = None) -> None:
+        self.tokenizer, self.settings = tokenizer, settings or ServerSettings()
+        self.tool_format = tool_format(self.settings.tool_call_parser, tokenizer.chat_template)
+
+    def request(self, body: Any) -> GenerationRequest:
+        """The request in a body."""
+        assert isinstance(body, GenerationRequest)
+        return body
+
+    @abstractmethod
+    def sizes(self, request: Any) -> list[int]:
+        """Characters or token ids of every prompt, before any processing."""
+
+    @abstractmethod
+    def prompts(self, request: Any, limit: int) -> list[list[int]]:
+        """Token ids of every prompt; raises ApiError, at the latest for one with many more than ``limit``."""
+
+    def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
+        """What each prompt's answers begin with, if the request asks for an echo."""
+        return None
+
+    def tool_parser(self, request: Any) -> ToolParser | None:
+        """The reader of tool calls in a choice's text; None if there are none to read."""
+        return None
+
+    def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
+        """The reader of thoughts in a choice's text; None if they are part of the text."""
+        return None
+
+    @abstractmethod
+    async def answer(self, job: Job) -> dict[str, Any]:
+        """The whole answer; raises ApiError or EngineDead."""
+
+    @abstractmethod
+    def stream(self, job: Job) -> Events:
+        """The answer as it is generated."""
+
+
+@dataclass(frozen=True)
+class Responder:
+    """Answers requests within the server's limits, and ends them when the client hangs up.
+
+    Attributes:
+        engines: by model name.
+        served_name: model that answers where a request names none; only its work is counted in ``metrics``.
+    """
+
+    engines: Mapping[str, AsyncEngine]
+    served_name: str
+    settings: ServerSettings
+    metrics: Metrics
+
+    async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
+        """The answer, whole or as a stream, or the error."""
+        seconds = self.settings.request_timeout
+        deadline = time.monotonic() + seconds if seconds else None
+
+        async def answer() -> Response:
+            name = body.model or self.served_name
+            if name not in self.engines:
+                name = self.served_name
+            job = await prepare(self.engines[name], endpoint, body, name)
+            job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
+            if body.stream:
+                return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
+            content = await endpoint.answer(job)
+            # Writing down the log-probabilities of a long prompt takes a while.
+            return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
+
+        return await reply(request, answer)
+
+
+def check_model(requested: str | None, model: str) -> None:
+    """Raises ApiError if the request names a model other than ``model``."""
+    if requested not in (None, model):
+        message = f"the model {requested!r} does not exist; this server has {model!r}"
+        raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
+async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+    """The request's job, not yet started; raises ApiError."""
+    check_model(body.model, model)
+    try:
+        return await _prepare(engine, endpoint, body, model)
+    except (ApiError, RequestError) as error:
+        raise as_api_error(error).renamed(endpoint.names) from error
+
+
+async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+    request = endpoint.request(body)
+    if not engine.is_alive:
+        raise ApiError("the engine is not running", status=503, code="engine_dead")
+    sizes = endpoint.sizes(request)
+    if len(sizes) * request.n > engine.max_queued_seqs:
+        counts = (
+            f"{counted(len(sizes), 'prompt')} with n={request.n} make {counted(len(sizes) * request.n, 'sequence')}"
+        )
+        text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
+        raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
+    parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
+    if request.output_schema is not None:
+        try:
+            await engine.compile_grammar(request.output_schema, request.calls_are_forced)
+        except RequestError as error:
+            if not request.calls_are_forced:
+                raise
+            raise ApiError(f"tools: {error}", param="tools") from error
+
+    record = current_record()
+    name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"
+
+    def encode() -> Job:
+        prompts = endpoint.prompts(request, engine.max_model_len)
+        choices = [
+            engine_request(engine, prompt, params)
+            for prompt in prompts
+            for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
+        ]
+        reasoning = [endpoint.reasoning_parser(request, prompt) for prompt in prompts for _ in range(request.n)]
+        echo = endpoint.echo(request, prompts)
+        return Job(engine, endpoint.tokenizer, name, request, body, model, choices, reasoning, parsers, echo)
+
+    job = await in_turn(sum(sizes), encode)
+    if record is not None:
+        record.generation = job
+    return job
+
+
+def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> EngineRequest:
+    """A request to the engine; raises ApiError if it could never be served."""
+    try:
+        return engine.request(prompt, params)
+    except RequestError as error:
+        too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
+        code = "context_length_exceeded" if too_long else None
+        raise ApiError(str(error), param=error.param, code=code) from error

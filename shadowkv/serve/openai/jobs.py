@@ -1,0 +1,246 @@
+"""A validated request, and its answer in pieces: the same for the HTTP server and the batch mode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shadowkv.engine.handovers import receive, send
+from shadowkv.engine.request import Request, RequestOutput, TokenLogprobs
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.errors import DeadlineExceeded
+from shadowkv.serve.openai.logprobs import scored_prompt, width
+from shadowkv.serve.openai.protocol import GenerationRequest, KVTransferParams, Sampling
+from shadowkv.serve.text.reasoning import ReasoningParser
+from shadowkv.serve.text.tool_parser import CallPart, ToolParser
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.selections import TokenSelections
+    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.serve.http.metrics import Metrics
+
+
+@dataclass
+class Piece:
+    """Part of a choice, or all of it: the content of one chunk of a stream, or of one whole answer."""
+
+    index: int
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    first: bool = True
+    offset: int = 0
+    """Characters of the tokens before; counted only where log-probabilities are requested."""
+    calls: Sequence[CallPart] = ()
+    thought: str = ""
+    stop_string: str | None = None
+    selections: Sequence[TokenSelections | None] | None = None
+
+
+@dataclass
+class Job:
+    """A validated request: each of a prompt's ``n`` choices is one request to the engine.
+
+    Attributes:
+        request: the request, in the form of one of the two APIs that all others are converted to.
+        body: the request as received.
+        thinking_tokens: tokens of thoughts in all choices so far.
+        last_outputs: the newest output of each choice, by its number.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    id: str
+    request: GenerationRequest
+    body: Sampling
+    model: str
+    choices: list[Request]
+    reasoning: list[ReasoningParser | None]
+    parsers: list[ToolParser | None]
+    echo: list[str] | None = None
+    deadline: float | None = None
+    metrics: Metrics | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
+        self.last_outputs: dict[int, RequestOutput] = {}
+        self.thinking_tokens = 0
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
+        continue with is where they find it."""
+        prompts = self.choices[:: self.request.n]
+        await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
+        streams = [self.engine.generate(choice) for choice in self.choices]
+        if self.metrics is not None:
+            streams = [self.metrics.watch(stream) for stream in streams]
+        timeout = None if self.deadline is None else self.deadline - time.monotonic()
+        async with aclosing(merge_streams(streams, timeout)) as merged:
+            async for index, output in merged:
+                if output.error is not None:
+                    raise ApiError(output.error, status=500, code="generation_failed")
+                first = index not in self.last_outputs
+                self.last_outputs[index] = output
+                yield index, self._with_prompt(index, output) if first else output
+        await self.remote_prefill.send(prompts)
+
+    def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
+        """A choice's first output, with the prompt prepended if it is to be echoed."""
+        if self.echo is None:
+            return output
+        steps = scored_prompt(self.choices[index].prompt_token_ids, output.prompt_logprobs)
+        text = self.echo[index // self.request.n] + output.text
+        return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answer as it is generated; raises ApiError or EngineDead."""
+        wants_logprobs = self.choices[0].params.logprobs is not None
+        offsets: dict[int, int] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                logprobs = (output.logprobs or []) if wants_logprobs else None
+                piece = self._read(index, output.text, output.finish_reason)
+                reasoning = self.reasoning[index]
+                if reasoning is not None and reasoning.is_thinking:
+                    self.thinking_tokens += len(output.token_ids)
+                piece.selections = output.selections
+                has_content = piece.text or piece.thought or piece.calls or logprobs or piece.selections
+                if not (has_content or piece.finish_reason):
+                    continue
+                piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
+                offsets[index] = piece.offset + width(self.tokenizer, logprobs or [])
+                piece.logprobs, piece.stop_string = logprobs, output.stop_string
+                yield piece
+
+    async def joined_pieces(self) -> list[Piece]:
+        """The whole answer, a piece for each choice; raises ApiError or EngineDead."""
+        count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
+        texts: list[list[str]] = [[] for _ in range(count)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        selections: list[list[TokenSelections | None]] = [[] for _ in range(count)]
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                texts[index].append(output.text)
+                logprobs[index] += output.logprobs or ()
+                selections[index] += output.selections or ()
+        pieces = [
+            self._read(index, "".join(texts[index]), self.last_outputs[index].finish_reason) for index in range(count)
+        ]
+        for piece in pieces:
+            piece.logprobs = logprobs[piece.index] if wants_logprobs else None
+            piece.selections = selections[piece.index] if self.request.return_selections else None
+        return pieces
+
+    def _read(self, index: int, text: str, end: str | None) -> Piece:
+        """More text of a choice, split into thoughts, text and calls, and how the choice has ended, if it has."""
+        reasoning, parser, last = self.reasoning[index], self.parsers[index], end is not None
+        thought, said = ("", text) if reasoning is None else reasoning.push(text, last)
+        if parser is None:
+            return Piece(index, said, finish_reason=end, thought=thought)
+        said, calls = parser.push(said, last)
+        if self.request.one_call:
+            calls = [part for part in calls if part.index == 0]
+        reason = "tool_calls" if end == "stop" and parser.calls else end
+        return Piece(index, said, finish_reason=reason, calls=calls, thought=thought)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far; the choices of one prompt share its tokens."""
+        prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
+        prompt = sum(output.prompt_tokens for output in prompts)
+        completion = sum(output.completion_tokens for output in self.last_outputs.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
+        }
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every answer and every chunk begin with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+T = TypeVar("T")
+
+
+async def merge_streams(
+    streams: Sequence[AsyncIterator[T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Items with the number of their stream; if one stream fails, or this one is closed, all end.
+
+    After ``timeout`` seconds, ends all of them and raises DeadlineExceeded.
+    """
+    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def drain(index: int, stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    items.put_nowait((index, item))
+            items.put_nowait(None)
+        except Exception as error:
+            items.put_nowait(error)
+
+    timer = None
+    if timeout is not None:
+        late = DeadlineExceeded("the request took longer than this server allows")
+        timer = asyncio.get_running_loop().call_later(max(0.0, timeout), items.put_nowait, late)
+    tasks = [asyncio.create_task(drain(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await items.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RemotePrefill:
+    """``kv_transfer_params``, by vLLM's names: prompts of one request that one server computes and another continues.
+
+    A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``, and then to a decode
+    server with the values from the first answer. What they name is in the directory that both share; what is missing is
+    computed.
+
+    Args:
+        engine: serves it, in its role.
+        params: what the request says about other servers.
+    """
+
+    def __init__(self, engine: AsyncEngine, params: KVTransferParams | None) -> None:
+        self._engine, self._params = engine, params or KVTransferParams()
+        self._sent: list[str] = []
+
+    async def receive(self, tokens: int) -> None:
+        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as that pays."""
+        if self._params.do_remote_prefill:
+            await receive(self._engine, tuple(self._params.remote_snapshots), tokens)
+
+    async def send(self, prompts: Sequence[Request]) -> None:
+        """Waits until other servers can find what was computed of prompts: where they are to continue it, and always on
+        a prefill server."""
+        if self._params.do_remote_decode or self._engine.role == "prefill":
+            sent = await asyncio.gather(*(send(self._engine, prompt) for prompt in prompts))
+            self._sent = list(dict.fromkeys(name for names in sent for name in names))
+
+    def answer_field(self) -> dict[str, Any]:
+        """The field of an answer; none where it was not requested. Null is what has to be computed."""
+        if not self._params.do_remote_decode:
+            return {}
+        names = {"do_remote_prefill": True, "do_remote_decode": False, "remote_snapshots": self._sent}
+        return {"kv_transfer_params": names if self._sent else None}

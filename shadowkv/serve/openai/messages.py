@@ -1,0 +1,246 @@
+"""Conversations: messages, tools and variables as requests have them, and as chat templates are given them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, bounded, parse_json, refusal, wrong
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS
+from shadowkv.serve.openai.tools import Tools
+
+RESERVED = frozenset(
+    ("messages", "tools", "add_generation_prompt", "add_special_tokens", "parse_special", "check", "self")
+)
+"""Variables that a template gets in other ways, or not at all."""
+
+EXPLANATION = (
+    "You can call tools. To do so, answer with nothing but a JSON list of the calls, each of which is an object with "
+    '"name" and "parameters". These are the tools:'
+)
+
+
+class TextPart(Body):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments, which each template writes in its own way."""
+    try:
+        value = parse_json(text.encode()) if text.strip() else {}
+    except json.JSONDecodeError as error:
+        raise wrong(f"must be the JSON text of an object: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise wrong("must be the JSON text of an object")
+    bounded(MAX_TEXT_CHARS, value)
+    return value
+
+
+if TYPE_CHECKING:
+    Arguments = dict[str, Any]
+else:
+    Arguments = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(parsed_arguments)]
+
+
+class CalledFunction(Body):
+    """What was called, and with what."""
+
+    name: Name
+    arguments: Arguments
+
+
+class ToolCall(Body):
+    """A call in an earlier turn."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of streamed calls, which clients assemble and send back
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Body):
+    """One turn of a conversation; ``developer`` is OpenAI's newer name for ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Parts | None, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)] = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_MESSAGES, fail_fast=True)
+    tool_call_id: Name | None = None
+    reasoning_content: Text | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise refusal("content", "content is required, but of an assistant's message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise refusal("tool_calls", f"tool_calls are of assistant messages, and this is a {self.role} message")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise refusal("reasoning_content", f"assistants have reasoning_content, and this is a {self.role} message")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            reason = "tool_call_id is required of tool messages, which answer the call of that id, and of no others"
+            raise refusal("tool_call_id", reason)
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect: content is a string, even if empty."""
+        optional = {
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls] or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "\n".join(part.text for part in self.content or ()),
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
+
+def _within_limits(value: Any) -> Any:
+    """All messages together, before any is checked individually."""
+    if isinstance(value, list):
+        messages = [message for message in value if isinstance(message, dict)]
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        calls = [call for message in messages for call in _list(message.get("tool_calls")) if isinstance(call, dict)]
+        functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
+        texts = contents + [part.get("text") for part in parts if isinstance(part, dict)]
+        texts += [function.get("arguments") for function in functions]
+        texts += [message.get("reasoning_content") for message in messages]
+        at_most(MAX_MESSAGES, "content parts", len(parts))
+        at_most(MAX_MESSAGES, "tool calls", len(calls))
+        at_most(MAX_TEXT_CHARS, "characters", sum(len(text) for text in texts if isinstance(text, str)))
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _variables(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if name in RESERVED or not name.isidentifier():
+            raise wrong(f"{name[:40]!r} is no variable of a chat template that can be set here")
+    bounded(MAX_TEMPLATE_CHARS, value)
+    return value
+
+
+def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Checks that the arguments of all calls together have no more values than those of one may have."""
+    calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+    bounded(MAX_TEXT_CHARS, calls)
+    return turns
+
+
+# Validated as messages, kept as what templates expect: thousands of plain dictionaries are quick to receive from the
+# process that read them, models are not.
+if TYPE_CHECKING:
+    Turn = dict[str, Any]
+else:
+    Turn = Annotated[Message, AfterValidator(Message.for_template)]
+Turns = Annotated[
+    list[Turn],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_within_limits),
+    AfterValidator(_few_values),
+]
+
+
+Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think."""
+
+
+class Conversation(Body):
+    """What makes up a chat's prompt."""
+
+    messages: Turns | None = None
+    tools: Tools = Field([])
+    chat_template_kwargs: Variables = Field({})
+    reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> Conversation:
+        for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
+            if self.messages is None and getattr(self, name):
+                raise refusal(name, f"{name} is for messages; leave it out, a prompt has no template")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template gets besides messages and tools. Effort is a variable, as in vLLM; templates without it may
+        still have a switch for thinking."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return {**effort, **self.chat_template_kwargs}
+
+    @property
+    def characters(self) -> int:
+        """Length of the conversation."""
+        turns = self.messages or ()
+        calls = sum(len(str(turn["tool_calls"])) for turn in turns if "tool_calls" in turn)
+        texts = sum(len(turn["content"]) + len(turn.get("reasoning_content", "")) for turn in turns)
+        return texts + calls + len(str(self.tools))
+
+
+def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
+    """Messages, and the other variables, for a chat template (Jinja source)."""
+    turns, tools = _with_names(conversation.messages or []), conversation.tools
+    if "tool" in (template or ""):
+        return turns, {"tools": tools or None, **conversation.template_variables}
+    return in_words(turns, tools), conversation.template_variables
+
+
+def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
+    """Messages without tools: they are explained in the system message; calls become the text of an answer with calls
+    (``tools.calls_schema``), and their results become the user's."""
+    turns = [_in_words(turn) for turn in turns]
+    if not tools:
+        return turns
+    functions = [_json(tool["function"]) for tool in tools]
+    text = "\n".join((EXPLANATION, *functions))
+    if turns and turns[0]["role"] == "system":
+        return [{**turns[0], "content": f"{turns[0]['content']}\n\n{text}"}, *turns[1:]]
+    return [{"role": "system", "content": text}, *turns]
+
+
+def _with_names(turns: list[Turn]) -> list[Turn]:
+    """Messages whose tool results have the name of the called tool, which some templates require."""
+    names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
+    return [
+        {"name": names[turn["tool_call_id"]], **turn} if turn.get("tool_call_id") in names else turn for turn in turns
+    ]
+
+
+def _in_words(turn: Turn) -> Turn:
+    if turn["role"] == "tool":
+        response = {"name": turn.get("name"), "content": turn["content"]}
+        return {"role": "user", "content": _json({"tool_response": response})}
+    if "tool_calls" not in turn:
+        return turn
+    functions = [call["function"] for call in turn["tool_calls"]]
+    calls = _json([{"name": function["name"], "parameters": function["arguments"]} for function in functions])
+    return {"role": "assistant", "content": f"{turn['content']}\n{calls}".strip()}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

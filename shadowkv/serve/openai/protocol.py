@@ -1,0 +1,425 @@
+"""Bodies of the requests: the supported parameters of the OpenAI API, vLLM's extra ones, and those of ``/cache``.
+
+A parameter that is known to change the answer and is not supported is an error, never ignored; an unknown one has no
+effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a million
+takes seconds and gigabytes.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+
+from shadowkv.engine.sampling_params import SamplingParams, choice_seed
+from shadowkv.prefix_cache.protocol import SAVE_NAME, SNAPSHOT_NAME, check_save_name
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.bodies.limits import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_NAME_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_SNAPSHOTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_ID,
+)
+from shadowkv.serve.openai.messages import Conversation, Turns
+from shadowkv.serve.openai.output_schema import RESPONSE_FORMAT, calls_schema, json_schema
+from shadowkv.serve.openai.tools import Choice, ToolChoice
+
+Tokens = array
+"""Token ids in 32 bits each: a list of a million has as many objects, and is slow to send between processes."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
+TokenPrompt = Annotated[TokenList, Field(min_length=1)]
+Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+COMPLETION_TOKENS = 16
+"""Length of a completion that does not specify one, as in the OpenAI API."""
+
+
+def prompts_of(value: Any) -> list[str | Tokens]:
+    """Every form of ``prompt`` that the OpenAI API accepts, as a list of texts and token ids.
+
+    Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
+    """
+    prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
+    at_most(MAX_PROMPTS, "prompts", len(prompts))
+    at_most(MAX_TEXT_CHARS, "characters", sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+    at_most(MAX_PROMPT_TOKENS, "token ids", sum(len(prompt) for prompt in prompts if isinstance(prompt, list)))
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_tokens(prompt):
+            raise wrong("prompt must be a string, a list of token ids, or a list of either")
+        if isinstance(prompt, list) and not prompt:
+            raise wrong("prompt must not be empty")
+    return [prompt if isinstance(prompt, str) else _packed(prompt) for prompt in prompts]
+
+
+def _tokens(value: Any) -> Tokens:
+    if not _is_tokens(value):
+        raise wrong("must be a list of token ids")
+    at_most(MAX_PROMPT_TOKENS, "token ids", len(value))
+    return _packed(value)
+
+
+TokenIds = Annotated[Tokens, PlainValidator(_tokens, json_schema_input_type=TokenList)]
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _packed(ids: list[int]) -> Tokens:
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token <= MAX_TOKEN_ID:
+            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
+    return array("i", ids)
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+def _one_or_many(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS or not all(isinstance(item, str) for item in value):
+        raise wrong(f"must be a string or a list of up to {MAX_STOP_STRINGS} strings")
+    return value
+
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+
+
+def _biases(value: Any) -> Any:
+    """JSON's keys are strings; whatever is not a token id is left for the field's own check to refuse."""
+    if not isinstance(value, dict):
+        return value
+    at_most(MAX_LOGIT_BIASES, "token ids", len(value))
+    return {int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,9}", key) else key: value[key] for key in value}
+
+
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_biases, json_schema_input_type=Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)]),
+]
+
+
+SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
+
+
+class KVTransferParams(Body):
+    """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
+    snapshots. Fields of vLLM's connectors are dropped unread."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_snapshots: list[SnapshotName] = Field(default=[], max_length=MAX_SNAPSHOTS, fail_fast=True)
+
+
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
+
+
+Stops = Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_type=StopString | StopStrings)]
+
+
+class Sampling(Body):
+    """What all requests for text have in common."""
+
+    model: Name | None = None
+    min_tokens: int = SamplingParams.min_tokens
+    temperature: float = SamplingParams.temperature
+    top_p: float = SamplingParams.top_p
+    top_k: int = SamplingParams.top_k
+    min_p: float = SamplingParams.min_p
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    logit_bias: LogitBias = Field({})
+    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+    ignore_eos: bool = False
+    seed: Int64 | None = None
+    cache_prompt: bool = SamplingParams.cache_prompt
+    cache_salt: Salt | None = None
+    stream: bool = False
+
+
+class GenerationRequest(Sampling):
+    """What completions and chat completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    max_tokens: int | None = None
+    stop: Stops = Field([])
+    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
+    stream_options: StreamOptions | None = None
+    return_selections: bool = SamplingParams.return_selections
+    kv_transfer_params: KVTransferParams | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n):
+            raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "stream_options is only allowed with stream")
+        self._first_choice({}, None)
+        return self
+
+    def limit(self, room: int | None) -> int | None:
+        """Most tokens to generate; None is the number that the server reserves.
+
+        Args:
+            room: tokens left in the context; None is unlimited.
+        """
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Log-probabilities to report per token, as in ``SamplingParams.logprobs``."""
+        raise NotImplementedError
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
+    @property
+    def output_schema(self) -> str | None:
+        """JSON schema (as JSON text) that the output must follow."""
+        return self.response_format
+
+    @property
+    def calls_are_forced(self) -> bool:
+        """Whether the schema is that of tool calls. They are on one line, as models are trained to write them: where
+        any white space is allowed, small ones write nothing else."""
+        return False
+
+    @property
+    def parses_calls(self) -> bool:
+        """Whether the model chooses whether to call tools, in its own format, which may contain special tokens."""
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def one_call(self) -> bool:
+        """Whether a choice calls at most one tool."""
+        return False
+
+    def sampling(
+        self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
+    ) -> list[SamplingParams]:
+        """One for each choice of a prompt; those of a seeded request have the seeds of ``choice_seed``.
+
+        Args:
+            defaults: the model authors' recommended parameters, for what the request leaves out.
+            room: tokens left in the context after the prompt; None is unlimited.
+        """
+        first = self._first_choice(defaults, room)
+        seeds = [None if self.seed is None else choice_seed(self.seed, choice) for choice in range(1, self.n)]
+        return [first, *(replace(first, seed=seed) for seed in seeds)]
+
+    def _first_choice(self, defaults: Mapping[str, float], room: int | None) -> SamplingParams:
+        own: dict[str, Any] = {
+            "max_tokens": self.limit(room),
+            "logprobs": self.alternatives,
+            "prompt_logprobs": self.prompt_alternatives,
+            "json_schema": self.output_schema,
+            "json_one_line": self.calls_are_forced,
+            "skip_special_tokens": not self.parses_calls,
+            "stop": tuple(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids),
+        }
+        others = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys() - own.keys()}
+        others |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        try:
+            return SamplingParams(**own, **others)
+        except ValueError as error:
+            # Every reason begins with its parameter: "top_p=2 must be …".
+            raise refusal(str(error).split()[0].split("=")[0], str(error)) from error
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``/v1/completions``."""
+
+    prompt: Annotated[list[str | Tokens], PlainValidator(prompts_of, json_schema_input_type=Prompt)]
+    logprobs: int | None = None
+    echo: bool = False
+
+    def limit(self, room: int | None) -> int | None:
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return COMPLETION_TOKENS if room is None else max(1, min(COMPLETION_TOKENS, room))
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        # Nothing is to be generated: the engine treats that as a request to score the prompt.
+        return (self.logprobs or 0) if self.echo and (self.logprobs is not None or self.max_tokens == 0) else None
+
+
+class ChatRequest(GenerationRequest, Conversation):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Turns = Field(min_length=1)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    max_completion_tokens: int | None = None
+    parse_special: bool = False
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
+        chosen, names = self.chosen_tools, [tool["function"]["name"] for tool in self.tools]
+        if chosen.is_forced and not names:
+            raise refusal("tool_choice", f"tool_choice {chosen} needs tools to choose from")
+        if chosen.name is not None and chosen.name not in names:
+            raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is none of tools")
+        if names and chosen.kind != "none" and self.response_format is not None:
+            reason = "response_format leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
+            raise refusal("response_format", reason)
+        if chosen.is_forced and (self.min_tokens or self.ignore_eos):
+            raise refusal(
+                "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
+            )
+        return self
+
+    @property
+    def chosen_tools(self) -> Choice:
+        """``tool_choice``, or its default where it is omitted."""
+        return self.tool_choice or Choice("auto" if self.tools else "none")
+
+    def limit(self, room: int | None) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @cached_property
+    def output_schema(self) -> str | None:
+        if not self.calls_are_forced:
+            return self.response_format
+        return calls_schema(self.tools, self.chosen_tools, self.parallel_tool_calls)
+
+    @property
+    def calls_are_forced(self) -> bool:
+        return self.chosen_tools.is_forced
+
+    @property
+    def one_call(self) -> bool:
+        return not self.parallel_tool_calls
+
+    @property
+    def parses_calls(self) -> bool:
+        return bool(self.tools) and self.chosen_tools.kind == "auto"
+
+
+class TokenizeRequest(Conversation):
+    """Body of ``/tokenize``: a text or a conversation."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    parse_special: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise refusal("prompt", "pass either prompt or messages")
+        if self.parse_special is not None and self.prompt is not None:
+            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Characters of the text or of all messages."""
+        return len(self.prompt or "") + self.characters
+
+
+class DetokenizeRequest(Body):
+    """Body of ``/detokenize``."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+def _save_name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong("must be a string")
+    try:
+        return check_save_name(value)
+    except ValueError as error:
+        raise wrong(str(error)) from error
+
+
+SaveName = Annotated[
+    str, PlainValidator(_save_name, json_schema_input_type=Annotated[str, Field(pattern=f"^{SAVE_NAME}$")])
+]
+
+
+def _one_prompt(value: Any) -> list[str | Tokens]:
+    prompts = prompts_of(value)
+    if len(prompts) > 1:
+        raise wrong(f"{len(prompts)} prompts are too many; one is saved under a name")
+    return prompts
+
+
+class RestoreRequest(Body):
+    """Body of ``/cache/restore``."""
+
+    model: Name | None = None
+    name: SaveName
+
+
+class SaveRequest(RestoreRequest, Conversation):
+    """Body of ``/cache/save``: a name, and a prompt or messages as in a completion or a chat completion."""
+
+    prompt: Annotated[
+        list[str | Tokens] | None, PlainValidator(_one_prompt, json_schema_input_type=Text | TokenPrompt)
+    ] = None
+    messages: Turns | None = Field(None, min_length=1)
+    parse_special: bool = False
+    cache_salt: Salt | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> SaveRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "pass either prompt or messages")
+        if self.parse_special and self.messages is None:
+            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
+        return self

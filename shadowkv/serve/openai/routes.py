@@ -1,0 +1,116 @@
+"""Routes of the OpenAI API and of vLLM: completions, chats, the token ids of texts, and those that are refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
+from shadowkv.serve.openai.completions import ChatCompletions, Completions
+from shadowkv.serve.openai.endpoint import Responder, check_model
+from shadowkv.serve.openai.messages import template_input
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
+from shadowkv.serve.text.tokenization import check_length, encode, in_turn, tokenize_limit
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations")
+
+
+def choice_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:
+    """``/v1/completions`` and ``/v1/chat/completions``."""
+    router = APIRouter(route_class=BodyRoute)
+    completions, chats = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
+
+    @router.post(
+        Completions.url, response_model=None, responses=responses(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM)
+    )
+    async def post_completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(completions, body, request)
+
+    @router.post(
+        ChatCompletions.url,
+        response_model=None,
+        responses=responses(ChatCompletion, *FOR_EVERY_TEXT, text=EVENT_STREAM),
+    )
+    async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await respond(chats, body, request)
+
+    return router
+
+
+def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer. Their
+    work, including the formatting of answers, is done in threads."""
+    router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
+
+    def tokenize(body: TokenizeRequest) -> Response:
+        param = "prompt" if body.prompt is not None else "messages"
+        special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
+        try:
+            if text is None:
+                turns, variables = template_input(body, tokenizer.chat_template)
+                tokens = tokenizer.encode_chat(
+                    turns,
+                    body.add_generation_prompt,
+                    parse_special=bool(body.parse_special),
+                    add_special_tokens=bool(special),
+                    check=partial(check_length, tokenizer, limit, param),
+                    **variables,
+                )
+            else:
+                tokens = encode(tokenizer, text, limit, param, add_special_tokens=special is not False)
+        except ValueError as error:
+            raise ApiError(str(error), param=param) from error
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        count = {"count": len(tokens), "max_model_len": engine.max_model_len}
+        return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
+
+    def detokenize(tokens: Tokens) -> Response:
+        vocab = tokenizer.vocab_size
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < vocab:
+                raise ApiError(f"token id {token} is not in this model's vocabulary of {vocab}", param="tokens")
+        return JSONResponse({"prompt": tokenizer.decode(tokens.tolist(), skip_special_tokens=False)})
+
+    @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
+    async def post_tokenize(body: TokenizeRequest) -> Response:
+        check_model(body.model, served_name)
+        return await in_turn(body.size, lambda: tokenize(body))
+
+    @router.post("/detokenize", response_model=None, responses=responses(Detokenized, *FOR_EVERY_BODY))
+    async def post_detokenize(body: DetokenizeRequest) -> Response:
+        check_model(body.model, served_name)
+        return await in_turn(len(body.tokens), lambda: detokenize(body.tokens))
+
+    @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
+    async def get_tokenizer_info() -> dict[str, Any]:
+        template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
+        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}
+
+    return router
+
+
+def unserved_routes() -> APIRouter:
+    """Routes for other kinds of models: each is refused clearly, and posted bodies are not read."""
+    router = APIRouter()
+
+    async def refuse() -> Response:
+        served = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages"
+        raise ApiError(f"this server generates text and nothing else: ask {served}", code="not_served")
+
+    for url in UNSERVED:
+        documented = {
+            status: about for status, about in responses(None, 400, 401, 413, 429, 503).items() if status != 200
+        }
+        router.add_api_route(url, refuse, methods=["POST"], status_code=400, response_model=None, responses=documented)
+    return router

@@ -1,0 +1,121 @@
+"""``tools`` and ``tool_choice``: functions that a model may call, and which of them an answer is to call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from shadowkv.serve.bodies.body import Body, Text, at_most, bounded, wrong
+from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS
+
+NOTHING = {"type": "object", "properties": {}}
+"""Parameters of a function without any."""
+
+TOOL_CHOICE: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+def _parameters(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "object") != "object":
+        raise wrong(f"type must be 'object', and is {str(value['type'])[:40]!r}: arguments have names")
+    return {"type": "object", **value} if value else NOTHING
+
+
+class Function(Body):
+    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` is treated as in vLLM: arguments
+    follow the schema where ``tool_choice`` forces a call, and otherwise as far as the model does."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] = NOTHING
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; the only type is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect."""
+        return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
+
+
+def within_limits(value: Any) -> Any:
+    """All tools together, before any is checked individually."""
+    return bounded(MAX_TOOLS_CHARS, value)
+
+
+def _different(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in names:
+            raise wrong(f"there are two functions with the name {name!r}; names must differ")
+        names.add(name)
+    return tools
+
+
+# Validated as tools, kept as what templates expect, as messages are.
+if TYPE_CHECKING:
+    TemplateTool = dict[str, Any]
+else:
+    TemplateTool = Annotated[Tool, AfterValidator(Tool.for_template)]
+Tools = Annotated[
+    list[TemplateTool],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    BeforeValidator(within_limits),
+    AfterValidator(_different),
+]
+
+
+Kind = Literal["none", "auto", "required", "function"]
+WORDS: tuple[Kind, ...] = ("none", "auto", "required")
+"""Kinds that are given as a single word."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tools are to be called: ``name`` is the function's where ``kind`` is "function"."""
+
+    kind: Kind
+    name: str | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.kind in ("required", "function")
+
+    def __str__(self) -> str:
+        return repr(self.kind if self.name is None else self.name)
+
+
+def _choice(value: Any) -> Choice:
+    for kind in WORDS:
+        if value == kind:
+            return Choice(kind)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise wrong("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}")
+    at_most(MAX_NAME_CHARS, "characters of a name", len(name))
+    return Choice("function", name)
+
+
+ToolChoice = Annotated[Choice, PlainValidator(_choice), WithJsonSchema(TOOL_CHOICE)]

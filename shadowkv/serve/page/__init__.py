@@ -1,0 +1,1 @@
+"""The page at ``/``, to watch long contexts at work."""

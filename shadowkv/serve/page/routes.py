@@ -1,0 +1,165 @@
+"""The page at ``/``: its files, which contain no data, the headers that keep anything else out of it, and what it
+requests besides the API: the text of a document, and what the server is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.http.errors import as_api_error, error_response, too_large
+from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.middleware import STATS_PATH
+from shadowkv.serve.http.replies import reply
+from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.page.documents import MAX_DOCUMENT_BYTES, read_document
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+"""Only the page's own files, no script in markup, no frames; answers are inserted as text only."""
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+FOLDER = files("shadowkv.serve.page") / "static"
+ASSETS = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in FOLDER.iterdir()}
+
+PAGE_PATHS = frozenset(ASSETS)
+"""They are served without a key: the page asks for the key."""
+
+MOST_SEGMENTS = 256
+"""Most segments that are reported: the page draws each."""
+
+BINARY = "application/octet-stream"
+"""The only type accepted, for the same reason that bodies must be JSON: web pages may not send it unasked."""
+DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+def page_assets() -> APIRouter:
+    """The routes of the page's files, which are read once."""
+    router = APIRouter(include_in_schema=False)
+    for path, file in ASSETS.items():
+        media_type = f"{MEDIA_TYPES[file.name.rsplit('.')[-1]]}; charset=utf-8"
+        router.add_api_route(path, _endpoint(file.read_bytes(), media_type), methods=["GET"], response_model=None)
+    return router
+
+
+def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def get() -> Response:
+        return Response(content, headers={**HEADERS, "Content-Type": media_type})
+
+    return get
+
+
+class DocumentText(Answer):
+    """Answer of ``/page/document``: the document's text, and its number of pages, 0 where it has none."""
+
+    text: str
+    pages: int
+
+
+class TierBytes(Answer):
+    """Bytes of a tier of the KV cache or of the prefix cache."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+class Segment(Answer):
+    """Tokens of a prompt that were computed together, and the tiers that they are in: device, host, disk."""
+
+    uid: str
+    first: int
+    tokens: int
+    sealed: bool
+    running: bool
+    tiers: list[str]
+
+
+class ServerStats(Answer):
+    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts are."""
+
+    policy: str
+    compared: str | None
+    running: int
+    waiting: int
+    prompt_tokens: float
+    generated_tokens: float
+    looked_up_tokens: float
+    hit_tokens: float
+    first_tokens: float
+    first_token_seconds: float
+    tiers: dict[str, TierBytes]
+    segments: list[Segment]
+    segment_count: int
+
+
+def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, compared: str | None) -> APIRouter:
+    """The routes.
+
+    Args:
+        documents: reads documents.
+        compared: name of the model that answers are compared with; None for none.
+    """
+    router, statuses = APIRouter(), (400, 401, 408, 413, 429, 500, 503)
+
+    @router.post(
+        "/page/document", response_model=None, responses=responses(DocumentText, *statuses), openapi_extra=DOCUMENT
+    )
+    async def post_document(request: Request) -> Response:
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != BINARY:
+            error = ApiError(f"the request needs the file as its body, and the header Content-Type: {BINARY}")
+            return error_response(error, request.url.path)
+        raw = bytearray()
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > MAX_DOCUMENT_BYTES:
+                text = f"the document is longer than the limit of {MAX_DOCUMENT_BYTES // 2**20} MiB"
+                return too_large(text, request.url.path)
+
+        async def read() -> Response:
+            return JSONResponse(asdict(await documents.apart(bytes(raw), read_document)))
+
+        return await reply(request, read)
+
+    @router.get(STATS_PATH, response_model=None, responses=responses(ServerStats, 401, 500, 503))
+    async def get_stats(request: Request) -> Response:
+        try:
+            segments, count = await engine.segments(MOST_SEGMENTS)
+        except Exception as error:
+            return error_response(as_api_error(error), request.url.path)
+        stats = engine.stats()
+        tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
+        for name, tier in stats.prefixes.items():  # host memory for copies is not part of the KV cache's
+            if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):
+                tiers[name] = {"used_bytes": tier.used_bytes, "total_bytes": tier.total_bytes}
+        answer = {
+            "policy": engine.kv,
+            "compared": compared,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            **metrics.figures(),
+            "tiers": tiers,
+            "segments": [asdict(segment) for segment in segments],
+            "segment_count": count,
+        }
+        return JSONResponse(answer)
+
+    return router

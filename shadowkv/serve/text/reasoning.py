@@ -1,0 +1,48 @@
+"""What a model thinks before it answers, separated from the answer: text within ``<think>`` and ``</think>``."""
+
+from __future__ import annotations
+
+from shadowkv.serve.text.text_reader import Reading, TextReader
+
+BEGIN, END = "<think>", "</think>"
+
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+"""vLLM's names in ``--reasoning-parser`` for these tags."""
+
+
+class ReasoningParser(TextReader):
+    """Reads one answer. Thoughts that do not end take up all of it; white space beside the tags is dropped.
+
+    Args:
+        prompt: its end, as some templates begin the thoughts themselves.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        super().__init__()
+        self._is_open = prompt.rstrip().endswith(BEGIN)
+        self._thought: list[str] = []
+        self._answer = self._said
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text read last belongs to the thoughts."""
+        return self._said is self._thought
+
+    def push(self, text: str, last: bool = False) -> tuple[str, str]:
+        """What more text makes certain: of the thoughts, and of the answer."""
+        self._go_on(text, last)
+        thought, answer = "".join(self._thought), "".join(self._answer)
+        self._thought.clear()
+        self._answer.clear()
+        return thought, answer
+
+    def _read(self) -> Reading[None]:
+        yield from self._blanks()
+        if (yield from self._passed(BEGIN)) or self._is_open:
+            self._drop()
+            self._said = self._thought
+            yield from self._until(END)
+            self._said = self._answer
+            yield from self._passed(END)
+            self._drop()
+        yield from self._rest()

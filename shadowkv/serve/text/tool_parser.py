@@ -1,0 +1,160 @@
+"""Tool calls in generated text that arrives in pieces: names and arguments are emitted as soon as they are known."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shadowkv.serve.text.text_reader import Reading, TextReader
+
+INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+"""What changes the state of a JSON value within a string, and outside of any."""
+
+ARGUMENTS = ("arguments", "parameters")
+"""Hermes and Mistral use the first, Llama the second."""
+
+
+def call_id() -> str:
+    """A new call's id, as vLLM makes them."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+@dataclass
+class CallPart:
+    """Part of a call, or all of it: ``id`` and ``name`` come with its first part, ``arguments`` (JSON) in pieces."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolParser(TextReader):
+    """Reads one answer.
+
+    What only looks like the start of a call is text; white space beside a call is dropped; arguments stay as they were
+    written, and are cut short where the answer is.
+
+    Args:
+        new_id: makes ids of calls.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        super().__init__()
+        self._new_id = new_id
+        self.calls = 0
+        self._parts: list[CallPart] = []
+
+    def push(self, text: str, last: bool = False) -> tuple[str, list[CallPart]]:
+        """What more text makes certain: text outside of calls, and parts of calls, at most one of each call."""
+        self._go_on(text, last)
+        said, self._said = "".join(self._said), []
+        parts, self._parts = self._parts, []
+        return said, parts
+
+    def _open(self, name: str) -> None:
+        self._drop()
+        self._parts.append(CallPart(self.calls, self._new_id(), name))
+        self.calls += 1
+
+    def _argue(self) -> None:
+        """Emits what was read as part of the last call's arguments."""
+        text, index = self._text[self._begin : self._at], self.calls - 1
+        if text and not (self._parts and self._parts[-1].index == index):
+            self._parts.append(CallPart(index))
+        if text:
+            self._parts[-1].arguments += text
+        self._drop()
+
+    def _calls(self, separator: str) -> Reading[bool]:
+        """Reads calls and their separators, as far as there are any; returns whether there is one."""
+        before = self.calls
+        while (yield from self._next()) == "{" and (yield from self._call()):
+            yield from self._blanks()
+            yield from self._passed(separator)
+            self._drop()
+        return self.calls > before
+
+    def _call(self) -> Reading[bool]:
+        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order; anything else is left to be emitted."""
+        name, arguments, is_open = None, None, False
+        self._at += 1
+        while True:
+            yield from self._blanks()
+            if (yield from self._passed(",")):
+                continue
+            if (yield from self._next()) == "}":
+                self._at += 1
+                break
+            key = yield from self._string()
+            if key is None or not (yield from self._colon()):
+                return is_open
+            begin = self._at - self._begin
+            if key == "name":
+                name = yield from self._string()
+                if name is None:
+                    return is_open
+            elif key in ARGUMENTS and not is_open and arguments is None:
+                if (yield from self._next()) != "{":
+                    return False
+                if name is not None:
+                    self._open(name)
+                    is_open = True
+                yield from self._value(is_arguments=is_open)
+                arguments = self._text[self._begin + begin : self._at]
+            else:
+                yield from self._value()
+        if name is None or arguments is None:
+            return False
+        if not is_open:
+            self._open(name)
+            self._parts[-1].arguments = arguments
+        return True
+
+    def _colon(self) -> Reading[bool]:
+        yield from self._blanks()
+        return (yield from self._passed(":"))
+
+    def _string(self) -> Reading[str | None]:
+        """Reads a JSON string; None for anything else."""
+        begin = self._at - self._begin
+        if (yield from self._next()) != '"':
+            return None
+        yield from self._value()
+        try:
+            text = json.loads(self._text[self._begin + begin : self._at])
+        except ValueError:
+            return None
+        return text if isinstance(text, str) else None
+
+    def _value(self, is_arguments: bool = False) -> Reading[None]:
+        """Reads a JSON value, or as much as there is of it; if ``is_arguments``, it is emitted as the last call's."""
+        depth, quoted = 0, False
+        if (yield from self._next()) not in ('"', "{", "["):
+            while (yield from self._next()) not in ("", ",", "}", "]"):
+                self._at += 1
+            return
+        while True:
+            mark = (INSIDE if quoted else OUTSIDE).search(self._text, self._at)
+            if mark is None:
+                self._at = len(self._text)
+                if is_arguments:
+                    self._argue()
+                if self._ended:
+                    return
+                yield
+                continue
+            self._at, sign = mark.end(), mark.group()
+            if sign == "\\":
+                escaped = yield from self._next()
+                self._at += len(escaped)
+                continue
+            quoted ^= sign == '"'
+            depth += (sign in "{[") - (sign in "}]")
+            if depth == 0 and not quoted:
+                break
+        if is_arguments:
+            self._argue()
