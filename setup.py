@@ -1,6 +1,5 @@
 """Package discovery and the C++ extension. The metadata is in pyproject.toml.
 
-The top-level folders models/ and eval/ are linked to from shadowkv/, so that a checkout imports as an install does.
 The extension, shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not
 importable while building, it is left out, and those ops run in PyTorch. The CUDA ops, shadowkv/_cuda/*.so, are built
 where torch is a CUDA build and nvcc and ninja are installed.

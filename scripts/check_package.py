@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"shadowkv": "shadowkv", "models": "shadowkv/models", "eval": "shadowkv/eval"}
-"""Folders of the repository, and where they are when installed."""
-
 IMPORT = """
 import importlib, pkgutil, sys
 import shadowkv
@@ -46,15 +43,9 @@ def run(*command: object, **options: Any) -> str:
 
 
 def tracked() -> list[str]:
-    """Files of the packages that are under version control, including new ones that are not ignored."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS, cwd=ROOT).splitlines()
+    """Files of the package that are under version control, including new ones that are not ignored."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "shadowkv", cwd=ROOT).splitlines()
     return [name for name in listed if (ROOT / name).is_file()]
-
-
-def installed_as(name: str) -> str:
-    """Where a file of the repository is when installed."""
-    folder, _, rest = name.partition("/")
-    return f"{FOLDERS[folder]}/{rest}"
 
 
 def main() -> int:
@@ -72,12 +63,12 @@ def main() -> int:
         with tarfile.open(sdist) as archive:
             archive.extractall(base / "unpacked", filter="data")
         (source,) = (base / "unpacked").iterdir()
-        lost = [one for one in tracked() if not (source / installed_as(one)).is_file()]
+        lost = [one for one in tracked() if not (source / one).is_file()]
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
         run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", base, source)
         (wheel,) = base.glob("*.whl")
         run(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel)
-        lost += [installed_as(one) for one in tracked() if not (target / installed_as(one)).is_file()]
+        lost += [one for one in tracked() if not (target / one).is_file()]
         if lost:
             raise SystemExit(f"not in {sdist.name} or {wheel.name}: {', '.join(lost)}")
         print(f"{sdist.name} and {wheel.name} have all {len(tracked())} files of the packages")

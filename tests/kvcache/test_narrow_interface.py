@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("shadowkv/engine", "shadowkv/serve", "shadowkv/plan", "shadowkv/layers", "models", "eval", "scripts")
+OUTSIDE = (
+    "shadowkv/engine",
+    "shadowkv/serve",
+    "shadowkv/plan",
+    "shadowkv/layers",
+    "shadowkv/models",
+    "shadowkv/eval",
+    "scripts",
+)
 ELSEWHERE = "compared_cells.py"
 """It fills caches of earlier commits, too."""
 INSIDE = {"store", "pool", "sealing", "prefill", "decode", "transfer", "parts"}

@@ -77,21 +77,21 @@ def test_braces_that_do_not_match_are_found(tmp_path: Path, text: str, reason: s
 
 
 def test_what_is_too_long_is_found(tmp_path: Path) -> None:
-    file(tmp_path, "models/just.py", body(OF_A_FUNCTION) + "#\n" * (OF_A_FILE - OF_A_FUNCTION))
+    file(tmp_path, "shadowkv/just.py", body(OF_A_FUNCTION) + "#\n" * (OF_A_FILE - OF_A_FUNCTION))
     assert too_long(tmp_path, {}) == []
-    file(tmp_path, "models/long.py", "#\n" * (OF_A_FILE + 1))
-    file(tmp_path, "eval/function.py", body(OF_A_FUNCTION + 1))
+    file(tmp_path, "shadowkv/long.py", "#\n" * (OF_A_FILE + 1))
+    file(tmp_path, "scripts/function.py", body(OF_A_FUNCTION + 1))
     file(tmp_path, "csrc/a/kernel.cuh", "void g(int x) {\n" + "  ;\n" * (OF_A_FUNCTION - 1) + "}\n")
     file(tmp_path, "tests/function.py", body(OF_A_FUNCTION + 1))
-    assert too_long(tmp_path, {"eval/function.py: f": "it may"}) == [
+    assert too_long(tmp_path, {"scripts/function.py: f": "it may"}) == [
         f"csrc/a/kernel.cuh: g has {OF_A_FUNCTION + 1} lines, more than {OF_A_FUNCTION}",
-        f"models/long.py: {OF_A_FILE + 1} lines, more than {OF_A_FILE}",
+        f"shadowkv/long.py: {OF_A_FILE + 1} lines, more than {OF_A_FILE}",
     ]
 
 
 def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
-    file(tmp_path, "eval/function.py", body(OF_A_FUNCTION))
-    unneeded = {"eval/function.py: f": "it was longer", "eval/gone.py: f": "it is gone"}
+    file(tmp_path, "scripts/function.py", body(OF_A_FUNCTION))
+    unneeded = {"scripts/function.py: f": "it was longer", "scripts/gone.py: f": "it is gone"}
     assert too_long(tmp_path, unneeded) == [f"{name} needs no exception" for name in unneeded]
 
 
