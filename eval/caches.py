@@ -12,11 +12,11 @@ from shadowkv.engine.prefill import prefill as steps_of_prefill
 from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.free_memory import free_host_bytes
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 

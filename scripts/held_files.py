@@ -8,7 +8,7 @@ from pathlib import Path
 from shadowkv.cache.files import TEMPORARY, SnapshotFile
 from shadowkv.cache.inventory import Inventory
 from shadowkv.cache.pages import PageNames
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 
 @dataclass(frozen=True)

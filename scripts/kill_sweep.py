@@ -41,7 +41,7 @@ from shadowkv.cache.files import TEMPORARY
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12

@@ -1,4 +1,4 @@
-"""Holds files to 400 lines and functions to 80, which a screen shows: ``make lint`` runs it."""
+"""Holds files to 600 lines and functions to 80, which a screen shows: ``make lint`` runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_A_FILE, OF_A_FUNCTION = 400, 80
+OF_A_FILE, OF_A_FUNCTION = 600, 80
 """Lines, at most."""
 
 FOLDERS = ("shadowkv", "models", "eval", "scripts", "csrc", "tests")

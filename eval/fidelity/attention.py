@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache, spread
-from shadowkv.kvcache.batch import DecodeBatch
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.policy.spec import PAGE
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:

@@ -15,7 +15,7 @@ from shadowkv.eval.fidelity.follower import Follower
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.texts import Prompt
 from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
 

@@ -24,7 +24,7 @@ from shadowkv.cache.inventory import Inventory
 from shadowkv.cache.key import is_name
 from shadowkv.cache.names import FOLDER, SUFFIX, Names, Save, name_file
 from shadowkv.cache.save_name import SAVE_NAME
-from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
 from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20

@@ -15,10 +15,10 @@ from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.restoring import Restoring
 
 FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
 """Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowkv.cache.index import Entry
-from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 
 @dataclass(eq=False)

@@ -22,9 +22,9 @@ from shadowkv.cache.moving import Mover
 from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.reading import Reading
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.tree import PrefixTree
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 logger = logging.getLogger(__name__)
 

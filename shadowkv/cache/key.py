@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowkv.cache.snapshot_name import LINK_BYTES, SNAPSHOT_NAME
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]
 

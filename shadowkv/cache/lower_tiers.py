@@ -28,8 +28,8 @@ from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 STEP_BYTES = 2**28
 """Most bytes launched at a time while others decode: 5 ms on a bus of 50 GB/s."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from shadowkv.cache.chains import Step
 from shadowkv.cache.pages import PageNames
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.cache.host import HostTier
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.snapshots.reading import Reading
+from shadowkv.kvcache.snapshots.restoring import Restoring
 
 ALIGNMENT = 256
 """Alignment of staging memory, in bytes."""

@@ -23,7 +23,7 @@ from shadowkv.cache.head import MAX_NUMBER
 from shadowkv.cache.index import Entry
 from shadowkv.cache.key import is_name
 from shadowkv.cache.save_name import check_save_name
-from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 logger = logging.getLogger(__name__)
 

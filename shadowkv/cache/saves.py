@@ -19,7 +19,7 @@ from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
 from shadowkv.cache.names import Save
 from shadowkv.cache.tree import Node, PrefixTree
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 logger = logging.getLogger(__name__)
 

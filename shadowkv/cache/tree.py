@@ -14,7 +14,7 @@ from itertools import chain
 from shadowkv.cache.copies import Copy
 from shadowkv.cache.head import new_uid
 from shadowkv.cache.pages import PageNames, common_pages
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
 @dataclass(eq=False)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from shadowkv.engine.sampling_defaults import checked, in_words, sampling_of_dir
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
 from shadowkv.kvcache.cache import TierUse
-from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import SettingsError

@@ -14,9 +14,9 @@ from shadowkv.engine.prefix_caching import in_words
 from shadowkv.engine.sizing import likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.spec import FETCH_BUFFER
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model

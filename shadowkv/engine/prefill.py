@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.upload import upload
+from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 

@@ -22,7 +22,7 @@ from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import GIB, SettingsError

@@ -22,9 +22,9 @@ from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

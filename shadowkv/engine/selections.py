@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 CELL = 16
 """Tokens per cell, or the size of a chunk if that is larger."""

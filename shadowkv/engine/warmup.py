@@ -19,7 +19,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)

@@ -15,28 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.case import case_of
-from shadowkv.kvcache.decode import Decode, SelectionHook
-from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.decode.attention import Decode, SelectionHook
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, SealedBatch
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.decode.planning import padded, rounded
+from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.prefill import Prefill
-from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.rounding import padded, rounded
-from shadowkv.kvcache.sealing import Sealing
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.attention import Prefill
+from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.prefill.sparse import BlockHook
+from shadowkv.kvcache.sealing.pages import Sealing
 from shadowkv.kvcache.selected_scores import selected_scores
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
-from shadowkv.kvcache.sparse_prefill import BlockHook
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
-from shadowkv.kvcache.transfer import Transfer
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
+from shadowkv.kvcache.snapshots.reading import Reading
+from shadowkv.kvcache.snapshots.restoring import Restoring
+from shadowkv.kvcache.snapshots.snapshots import Transfer
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
 

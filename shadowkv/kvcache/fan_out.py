@@ -8,8 +8,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
 class FanOut:

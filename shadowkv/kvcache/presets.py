@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
-from shadowkv.kvcache.spec import PREFILLS, KVSpec
+from shadowkv.kvcache.policy.spec import PREFILLS, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.

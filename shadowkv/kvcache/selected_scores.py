@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 

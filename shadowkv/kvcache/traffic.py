@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 if TYPE_CHECKING:  # a command's help shows these numbers, without PyTorch
-    from shadowkv.kvcache.layout import Layout
+    from shadowkv.kvcache.sequences.layout import Layout
 
 DEVICE_BANDWIDTH = 4.5e12
 """Highest rate, in bytes per second, at which kernels read a GPU's own memory: measured on one H200."""

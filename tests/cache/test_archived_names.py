@@ -9,7 +9,7 @@ from test_cache_command import run, tar_of
 
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.names import Names, Save
-from shadowkv.kvcache.strict_json import MOST_BYTES, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, to_json
 
 IDS = prompt(7, 400)
 

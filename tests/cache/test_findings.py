@@ -20,9 +20,9 @@ from shadowkv.cache.key import CacheKey
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import PrefixTree
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.snapshot_fields import laid_out
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.fields import laid_out
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 KEY = CacheKey("model", None, None, "float32", {}, {}, "dense")
 FORM = 64 * "a"

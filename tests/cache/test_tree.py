@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shadowkv.cache.key import origin
 from shadowkv.cache.pages import PageNames, common_pages
 from shadowkv.cache.tree import PrefixTree
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 ORIGIN = origin(40 * "0")
 

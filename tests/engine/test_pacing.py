@@ -14,7 +14,7 @@ from shadowkv.engine.pacing import Mark, Stopwatch
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.prefills import Prefills
 from shadowkv.engine.runner import kinds
-from shadowkv.kvcache.batch import DecodePlan
+from shadowkv.kvcache.decode.batch import DecodePlan
 
 
 def test_a_cpus_time_is_the_hosts() -> None:

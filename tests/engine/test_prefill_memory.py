@@ -14,14 +14,15 @@ from shadowkv.engine import sizing
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
-from shadowkv.kvcache import batch as batches
-from shadowkv.kvcache import sealing, sparse_prefill
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.decode import batch as batches
+from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import coded, keys_low_rank
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.sealing import pages as sealing
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy

@@ -14,7 +14,7 @@ from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
-from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 

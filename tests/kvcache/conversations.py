@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Snapshot
+from shadowkv.kvcache.snapshots.reading import Reading
+from shadowkv.kvcache.snapshots.restoring import Restoring
 
 SPECS = {
     "full": preset("full"),

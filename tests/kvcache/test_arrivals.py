@@ -8,10 +8,10 @@ from conversations import SPECS, conversation, poisoned, write
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Snapshot
+from shadowkv.kvcache.snapshots.restoring import Restoring
 
 
 class Late:

@@ -12,12 +12,12 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import OURS
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.coded import CodedKeys
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, preset
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows

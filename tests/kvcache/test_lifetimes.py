@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfBlocks
-from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.outline import Link
 
 SPECS = {
     "full": preset("full"),

@@ -7,10 +7,10 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache import spec
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.snapshots.header import Snapshot
 
 POLICIES = {
     "full": preset("full"),

@@ -6,12 +6,12 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, rotate_plainly, sealed_batch
 
-from shadowkv.kvcache import spec
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.index_pca import PCA
 from shadowkv.kvcache.parts.index_skewed import Skewed
+from shadowkv.kvcache.policy import spec
+from shadowkv.kvcache.policy.spec import SINK, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import SINK, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 SHADOWKV = preset("shadowkv", rank=16, budget=64, outliers=5)

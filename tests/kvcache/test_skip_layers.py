@@ -14,12 +14,12 @@ from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 SHAPE = ModelShape(num_layers=4, num_query_heads=6, num_kv_heads=2, head_dim=16)
 KINDS = {name: SPECS[name] for name in ("turbo", "shadowkv", "coded")}

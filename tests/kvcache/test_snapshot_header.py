@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, Field, OutOfBlocks
-from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.memory.arenas import Blocks, Field, OutOfBlocks
 from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SPECS = {

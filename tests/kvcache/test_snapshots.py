@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfBlocks
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.snapshots.header import Snapshot
 
 
 @pytest.mark.parametrize("name", TURNS)

@@ -9,12 +9,12 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attent
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.prefill_batch import PrefillBlock
+from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 
 FORMS = {
     "full": (preset("full"), preset("full")),

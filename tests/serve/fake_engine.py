@@ -19,7 +19,7 @@ from shadowkv.engine.request import Request, RequestError, RequestOutput, Reques
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
-from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.decode.fetching import FetchCounts
 
 REPLY = "Hello wörld."
 

@@ -18,8 +18,8 @@ import torch
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.parts.base import IndexPart, KeyPart, Part, ValuePart
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import ROTATED, KVSpec
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
 
 DENSE = "dense"
 """Keys or values as they are."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import chunk_scores
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 
 
 class Exact(ScoredIndex):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
-from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class AttendAll(IndexPart):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class Recent(RankedIndex):

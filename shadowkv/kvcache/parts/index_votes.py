@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED, SEALED_AT_ONCE, SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import OBSERVED, SEALED_AT_ONCE, SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 NEIGHBOURS = 7
 """Tokens in the window whose most attended token counts for the middle one."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowkv.kvcache.batch import STATES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.codecs import LATENT_CODECS
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import STATES_AT_ONCE, SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import allocate
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys, kept_energy
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
 
 LARGEST = 127

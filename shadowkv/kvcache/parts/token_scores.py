@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
-from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.ops.attend_selected.sources import DenseRows
 
 

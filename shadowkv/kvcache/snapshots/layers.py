@@ -11,14 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.by_layer import ByLayer
-from shadowkv.kvcache.placing import Numbers, exact_rows
-from shadowkv.kvcache.prefill_batch import ExactRows
-from shadowkv.kvcache.sequence import CachedSequence, Segment
-from shadowkv.kvcache.snapshot import Cut, SnapshotHeader
-from shadowkv.kvcache.snapshot_fields import SnapshotField
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.memory.by_layer import ByLayer
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import ExactRows
+from shadowkv.kvcache.sealing.plans import Numbers, exact_rows
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.snapshots.fields import SnapshotField
+from shadowkv.kvcache.snapshots.header import Cut, SnapshotHeader
 
 TOKENS_AT_ONCE = 8192
 """Exact tokens that are copied at a time, to bound the temporary memory."""

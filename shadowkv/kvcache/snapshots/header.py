@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache import strict_json
-from shadowkv.kvcache.snapshot_check import reasons
-from shadowkv.kvcache.snapshot_contents import SnapshotContents, SnapshotSegment
-from shadowkv.kvcache.snapshot_fields import LAYER_ALIGNED, SnapshotField, aligned
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots import dataclass_json
+from shadowkv.kvcache.snapshots.check import reasons
+from shadowkv.kvcache.snapshots.contents import SnapshotContents, SnapshotSegment
+from shadowkv.kvcache.snapshots.fields import LAYER_ALIGNED, SnapshotField, aligned
 
 
 class Cut(NamedTuple):
@@ -89,12 +89,12 @@ class SnapshotHeader(SnapshotContents):
 
     def to_json(self) -> str:
         """JSON for ``from_json``."""
-        return strict_json.to_json(self)
+        return dataclass_json.to_json(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
         """A header from untrusted text; raises ValueError that says what is wrong."""
-        return strict_json.from_json(SnapshotHeader, text)
+        return dataclass_json.from_json(SnapshotHeader, text)
 
 
 @dataclass(frozen=True)

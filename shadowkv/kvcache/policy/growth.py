@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 REACH = 0.25
 """Later tokens that a state serves, as a fraction of those that it was fitted on. With SmolLM2 and ``turbo``, after 400

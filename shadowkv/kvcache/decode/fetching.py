@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.side_stream import SideStream
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.streams import SideStream
+from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 

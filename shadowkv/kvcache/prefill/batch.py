@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.upload import upload
+from shadowkv.kvcache.decode.batch import OBSERVED, SealedBatch, layers_at_once
+from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
 @dataclass(frozen=True)

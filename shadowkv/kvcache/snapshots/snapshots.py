@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shadowkv.kvcache.form import form_of
-from shadowkv.kvcache.growth import MOST_SEGMENTS
-from shadowkv.kvcache.memory import Blocks, Field
-from shadowkv.kvcache.outline import Link, Outline
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Cut, Snapshot, SnapshotHeader
-from shadowkv.kvcache.snapshot_contents import SnapshotSegment
-from shadowkv.kvcache.snapshot_fields import SnapshotField, laid_out
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.memory.arenas import Blocks, Field
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.outline import Link, Outline
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.snapshots.contents import SnapshotSegment
+from shadowkv.kvcache.snapshots.fields import SnapshotField, laid_out
+from shadowkv.kvcache.snapshots.form import form_of
+from shadowkv.kvcache.snapshots.header import Cut, Snapshot, SnapshotHeader
+from shadowkv.kvcache.snapshots.reading import Reading
+from shadowkv.kvcache.snapshots.restoring import Restoring
 
 
 class Transfer:

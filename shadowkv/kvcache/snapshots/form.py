@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, replace
 from hashlib import sha256
 
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.spec import FORMER_NAMES, PREFILLS
+from shadowkv.kvcache.policy.spec import FORMER_NAMES, PREFILLS
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 1

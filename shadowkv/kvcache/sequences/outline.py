@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shadowkv.kvcache.growth import Standing
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.snapshot_contents import SnapshotSegment
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.growth import Standing
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.contents import SnapshotSegment
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 
 class Link(NamedTuple):

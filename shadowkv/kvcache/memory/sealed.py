@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.by_layer import ByLayer
+from shadowkv.kvcache.memory.by_layer import ByLayer
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotations import random_rotation

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.parts import Parts
-from shadowkv.kvcache.prefill_batch import CachedSegment
-from shadowkv.kvcache.side_stream import SideStream
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import CachedSegment
+from shadowkv.kvcache.sequences.store import Store
 
 SPAN_PAGES = 512
 """Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""

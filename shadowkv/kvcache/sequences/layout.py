@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shadowkv.kvcache.growth import MOST_SEGMENTS, Growth, Standing
-from shadowkv.kvcache.memory import GRANULE, Blocks, Field, page_bytes
+from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import EXCLUDED
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Growth, Standing
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, KVSpec
 
 
 @dataclass(frozen=True)

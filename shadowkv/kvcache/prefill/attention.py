@@ -14,14 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
-from shadowkv.kvcache.cached import CachedTokens
-from shadowkv.kvcache.growth import fitted_with_earlier
+from shadowkv.kvcache.decode.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
-from shadowkv.kvcache.placing import Placing, to_store
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.prefill_batch import (
+from shadowkv.kvcache.policy.growth import fitted_with_earlier
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import (
     CachedSegment,
     ExactRows,
     NewTokens,
@@ -31,11 +29,13 @@ from shadowkv.kvcache.prefill_batch import (
     Run,
     ToStore,
 )
-from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.sparse_prefill import SparsePrefill
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.prefill.sparse import SparsePrefill
+from shadowkv.kvcache.sealing.pages import Sealing
+from shadowkv.kvcache.sealing.plans import Placing, to_store
+from shadowkv.kvcache.sealing.rebuilt import CachedTokens
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.attend_selected.sources import DenseRows
 
 

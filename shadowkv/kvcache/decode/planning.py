@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from shadowkv.kvcache.batch import DecodePlan, SegmentNumbers, SequenceNumbers
-from shadowkv.kvcache.sequence import Tables
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.decode.batch import DecodePlan, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import Tables
 
 FEWEST_PAGES = 8
 """Minimum width of a page table."""

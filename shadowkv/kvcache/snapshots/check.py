@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shadowkv.kvcache.growth import MOST_SEGMENTS, UNLIMITED
-from shadowkv.kvcache.snapshot_contents import SnapshotContents
-from shadowkv.kvcache.snapshot_fields import ALIGNED, DTYPES, LAYER_ALIGNED, aligned
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, UNLIMITED
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.contents import SnapshotContents
+from shadowkv.kvcache.snapshots.fields import ALIGNED, DTYPES, LAYER_ALIGNED, aligned
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
 """Limits for everything that a header counts: numbers above are rejected as nonsense."""

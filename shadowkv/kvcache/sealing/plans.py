@@ -9,9 +9,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.prefill_batch import (
+from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import (
     CachedSegment,
     ExactRows,
     LastQueries,
@@ -20,9 +21,8 @@ from shadowkv.kvcache.prefill_batch import (
     PrefillBatch,
     ToStore,
 )
-from shadowkv.kvcache.sequence import CachedSequence, Segment
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.upload import upload
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 
 
 class Numbers:

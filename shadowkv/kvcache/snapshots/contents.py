@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.growth import cut_short
-from shadowkv.kvcache.snapshot_fields import SnapshotField
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.growth import cut_short
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.fields import SnapshotField
 
 
 @dataclass(frozen=True)

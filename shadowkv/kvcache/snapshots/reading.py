@@ -6,10 +6,10 @@ from types import TracebackType
 
 from torch import Tensor
 
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.snapshot_places import SnapshotPlaces
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.snapshots.layers import SnapshotPlaces
 
 
 class Reading:

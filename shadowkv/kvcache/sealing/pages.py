@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SEALED_AT_ONCE
+from shadowkv.kvcache.decode.batch import SEALED_AT_ONCE
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import EXCLUDED, SealedTokens
-from shadowkv.kvcache.sequence import Tables
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import Tables
+from shadowkv.kvcache.sequences.store import Store
 
 
 class Sealing:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from shadowkv.kvcache.arrival import Arrival
-from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, cut_short
-from shadowkv.kvcache.layout import PageCount
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.upload import upload
+from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing, cut_short
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.arrival import Arrival
+from shadowkv.kvcache.sequences.layout import PageCount
 
 
 @dataclass(eq=False)

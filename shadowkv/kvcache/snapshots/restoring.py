@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot_places import SnapshotPlaces
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.snapshots.layers import SnapshotPlaces
 
 
 class Restoring:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.by_layer import ByLayer
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
+from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
+from shadowkv.kvcache.memory.by_layer import ByLayer
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts.base import EXCLUDED
-from shadowkv.kvcache.prefill_batch import ExactRows
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import ExactRows
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.registry import Ops

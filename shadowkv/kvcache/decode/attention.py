@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch, SegmentNumbers, SequenceNumbers
-from shadowkv.kvcache.fetching import Fetching
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, SealedBatch, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.decode.fetching import Fetching
+from shadowkv.kvcache.decode.planning import padding_numbers
+from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.prefill import Prefill
-from shadowkv.kvcache.rounding import padding_numbers
-from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.side_stream import SideStream
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.attention import Prefill
+from shadowkv.kvcache.sealing.pages import Sealing
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.sampling import Sampling, row_seeds
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]

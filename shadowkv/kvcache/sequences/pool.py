@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing
-from shadowkv.kvcache.layout import PageCount
-from shadowkv.kvcache.memory import BlockPool, Blocks, OutOfBlocks
-from shadowkv.kvcache.outline import Outline
-from shadowkv.kvcache.sequence import CachedSequence, Segment, Tables
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.layout import PageCount
+from shadowkv.kvcache.sequences.outline import Outline
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment, Tables
+from shadowkv.kvcache.sequences.store import Store
 
 
 class SequencePool:

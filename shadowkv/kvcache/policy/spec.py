@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shadowkv.kvcache.shape import ModelShape, share
+from shadowkv.kvcache.policy.shape import ModelShape, share
 from shadowkv.ops.page import PAGE as PAGE
 
 DEFAULT_BUDGET = 1 / 64
