@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 

@@ -66,7 +66,7 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
             one.sequences.append(sequence)
     for twin, one in pairwise(followers):
         if isinstance(one.policy, ExactTails):  # the one before it is the policy itself
-            one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
+            one.sequences.append(one.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity))
     return found[0][0]
 
 

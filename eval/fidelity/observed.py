@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, SealedBatch
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.sequence import CachedSequence

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodePlan, SealedBatch
+from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset

@@ -74,7 +74,7 @@ def check(kv: str, cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tenso
     """Compares with the references over the same stored bytes, rounded as in the ops or differently."""
     got, tokens = turn(cache, sequence, q, k, v)(), sequence.length
     plain = make_cache(kv, tokens, len(q), dict.fromkeys(NAMES, "reference"))
-    wanted = turn(plain, plain.load(cache.export(sequence), sequence.capacity), q, k, v)()
+    wanted = turn(plain, plain.snapshots.load(cache.snapshots.export(sequence), sequence.capacity), q, k, v)()
     error = float((got - wanted).float().norm() / wanted.float().norm())
     assert error < 0.02, f"off by {error:.3g} of its norm"
 

@@ -16,9 +16,9 @@ from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.outline import Link
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.snapshots.restoring import Restoring
+from shadowkv.kvcache.snapshots.header import Link
+from shadowkv.kvcache.snapshots.layers import Restoring
 
 FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
 """Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""
@@ -130,7 +130,7 @@ class Chains:
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
         """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
-        restoring = self._cache.restore(self.links(steps), start, capacity, parent)
+        restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [step.node.copy for step in steps if step.node.copy is not None]
         parts = [(one.header, one.slabs or []) for one in copies]
         began, nbytes = time.monotonic(), sum(one.header.nbytes for one in copies)

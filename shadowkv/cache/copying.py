@@ -24,7 +24,7 @@ from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.snapshots.reading import Reading
+from shadowkv.kvcache.snapshots.layers import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Copying:
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
-            reading = self._cache.open_reading(sequence, start, stop)
+            reading = self._cache.snapshots.open_reading(sequence, start, stop)
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return

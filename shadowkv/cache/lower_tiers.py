@@ -28,8 +28,8 @@ from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequences.outline import Link
 from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Link
 
 STEP_BYTES = 2**28
 """Most bytes launched at a time while others decode: 5 ms on a bus of 50 GB/s."""
@@ -69,7 +69,7 @@ class LowerTiers:
         self._step_bytes = step_bytes
         self._mover, self._counts = Mover(host, cache.device), counts
         self.copies = KeptCopies(tree, host, counts, eviction)
-        self._findings = Findings(tree, self.copies, cache.form)
+        self._findings = Findings(tree, self.copies, cache.snapshots.form)
         self.disk = self._findings.disk = None if disk is None else disk(self._findings.report)
         self.copying = Copying(cache, self.copies, self._mover, self.disk, counts)
         self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shadowkv.cache.host import HostTier
 from shadowkv.kvcache.snapshots.header import SnapshotHeader
-from shadowkv.kvcache.snapshots.reading import Reading
-from shadowkv.kvcache.snapshots.restoring import Restoring
+from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 
 ALIGNMENT = 256
 """Alignment of staging memory, in bytes."""

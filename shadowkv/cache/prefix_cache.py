@@ -117,7 +117,7 @@ class PrefixCache:
             if lower.seconds(steps) > computing:
                 continue
             try:
-                self._cache.restore_demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
+                self._cache.snapshots.demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
             except ValueError:  # such sequences cannot be cut there
                 continue
             until = lower.fetch(steps, computing)
@@ -215,7 +215,7 @@ class PrefixCache:
         sequence, cache = match.sequence, self._cache
         if match.steps:
             assert self.lower is not None
-            return cache.restore_demand(self.lower.links(match.steps), start, capacity, sequence)
+            return cache.snapshots.demand(self.lower.links(match.steps), start, capacity, sequence)
         assert sequence is not None
         if match.whole:
             return cache.growth(sequence, start, capacity)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.inspection import selected_scores
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
@@ -129,7 +130,7 @@ class SelectionRecord:
         for row, number in portion:
             if layer in self._layers[number]:
                 group = self._layers[number].index(layer)
-                scores = self._cache.selected_scores(layer, q, batch, selected, row)
+                scores = selected_scores(self._cache, layer, q, batch, selected, row)
                 self._scores.setdefault((number, group), []).append(scores)
         return selected
 

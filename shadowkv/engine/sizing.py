@@ -10,9 +10,9 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.prefill import BLOCK_TOKENS
-from shadowkv.kvcache.decode.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.sparse import SPARSE_FROM

@@ -21,8 +21,7 @@ from shadowkv.cache.pages import PageNames
 from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import PrefixTree
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.snapshots.fields import laid_out
-from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.snapshots.header import SnapshotHeader, laid_out
 
 KEY = CacheKey("model", None, None, "float32", {}, {}, "dense")
 FORM = 64 * "a"

@@ -15,10 +15,11 @@ from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode import batch as batches
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.parts import coded, keys_low_rank
+from shadowkv.kvcache.parts import keys_low_rank
+from shadowkv.kvcache.parts import rows as part_rows
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill import batch as batches
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sealing import pages as sealing
@@ -43,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TOKENS_AT_ONCE", 1024)
     for module in (keys_low_rank, basis):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
-    for module in (coded, rows):
+    for module in (part_rows, rows):
         monkeypatch.setattr(module, "CODED_AT_ONCE", 4)
     monkeypatch.setattr(sealing, "SEALED_AT_ONCE", 4)
     monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 1024)

@@ -224,7 +224,7 @@ def out_of_pages(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "place", ["open_reading", "kvcache.snapshots.reading.Reading.read_layer", "restore", "cache.moving.Mover.up"]
+    "place", ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "cache.moving.Mover.up"]
 )
 @pytest.mark.parametrize("fault", [no_memory, out_of_pages, broken])
 def test_what_fails_between_tiers_costs_no_request(
@@ -236,7 +236,7 @@ def test_what_fails_between_tiers_costs_no_request(
         if "." in place:
             patch.setattr(f"shadowkv.{place}", fault)
         else:
-            patch.setattr(engine.cache, place, fault)
+            patch.setattr(engine.cache.snapshots, place, fault)
         for _ in range(2):
             assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert lines(caplog)

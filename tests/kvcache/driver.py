@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout

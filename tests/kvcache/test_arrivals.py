@@ -8,10 +8,10 @@ from conversations import SPECS, conversation, poisoned, write
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequences.outline import Link
+from shadowkv.kvcache.inspection import diagnostics
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.snapshots.header import Snapshot
-from shadowkv.kvcache.snapshots.restoring import Restoring
+from shadowkv.kvcache.snapshots.header import Link, Snapshot
+from shadowkv.kvcache.snapshots.layers import Restoring
 
 
 class Late:
@@ -33,7 +33,7 @@ def late(
     cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int
 ) -> tuple[CachedSequence, Late]:
     links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
-    restoring = cache.restore(links, start, capacity)
+    restoring = cache.snapshots.restore(links, start, capacity)
     arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])
     restoring.sequence.arrival = arrival
     return restoring.sequence, arrival
@@ -119,7 +119,7 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
-    whole = cache.export(stream.sequence)
+    whole = cache.snapshots.export(stream.sequence)
     sequence, arrival = late(cache, [(whole, 900)], 900, 1000)
     cache.held([sequence])
     assert not arrival.there
@@ -130,13 +130,13 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
         decode(cache, [stream])
         assert torch.equal(twin.outputs[-1], stream.outputs[-1])
     elif what == "restore":
-        cache.restore([Link(cache.describe(stream.sequence, 128), 900)], 950, 1000, sequence)
+        cache.snapshots.restore([Link(cache.snapshots.describe(stream.sequence, 128), 900)], 950, 1000, sequence)
     elif what == "export":
-        assert torch.equal(cache.export(sequence).data, whole.data)
+        assert torch.equal(cache.snapshots.export(sequence).data, whole.data)
     elif what == "trim":
         cache.trim(sequence)
     else:
-        there, here = (cache.diagnostics(one)["kept_energy"] for one in (sequence, stream.sequence))
+        there, here = (diagnostics(cache, one)["kept_energy"] for one in (sequence, stream.sequence))
         assert torch.equal(there, here)
     assert arrival.there == SHAPE.num_layers and sequence.arrival is None
 
@@ -149,7 +149,7 @@ def test_what_never_arrives_can_be_released() -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
-    restoring = cache.restore([Link(cache.describe(stream.sequence), 900)], 950, 1000)
+    restoring = cache.snapshots.restore([Link(cache.snapshots.describe(stream.sequence), 900)], 950, 1000)
     restoring.sequence.arrival = arrival = Lost(restoring, [])
     with pytest.raises(OSError, match="gone"):
         prefill(cache, [(Stream(1, restoring.sequence), 50)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec

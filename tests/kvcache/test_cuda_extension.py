@@ -25,7 +25,7 @@ REFERENCES = dict.fromkeys(NAMES, "reference")
 def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
     batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
-    cached, layers = cache.export(stream.sequence).arrays(), []
+    cached, layers = cache.snapshots.export(stream.sequence).arrays(), []
     tail = cached["tail"].transpose(2, 3).float()
     if batch is None:
         return tail

@@ -6,7 +6,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset

@@ -8,8 +8,8 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset

@@ -57,7 +57,7 @@ def test_packed_prompts_equal_prompts_alone(name: str, block: int) -> None:
         other = make_cache(POLICIES[name])
         alone = start(other, seed, length)
         prefill(other, [(alone, length)], block=10000)
-        same(cache.export(together.sequence), other.export(alone.sequence))
+        same(cache.snapshots.export(together.sequence), other.snapshots.export(alone.sequence))
         torch.testing.assert_close(together.output(), alone.output(), atol=2e-5, rtol=2e-5)
         if DEVICE == "cpu" and block > 1000:
             assert torch.equal(together.output(), alone.output())

@@ -128,6 +128,7 @@ def test_more_error_is_fewer_blocks() -> None:
 
 def test_caches_of_other_modes_do_not_store_alike() -> None:
     dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
-    assert not sparse.stores_alike(dense, 100)
-    assert unset.stores_alike(dense, 100)
-    assert not sparse.stores_alike(make_cache(preset("full", prefill="sparse", prefill_error=0.5)), 100)
+    assert not sparse.snapshots.stored_alike(dense.snapshots, 100)
+    assert unset.snapshots.stored_alike(dense.snapshots, 100)
+    other = make_cache(preset("full", prefill="sparse", prefill_error=0.5))
+    assert not sparse.snapshots.stored_alike(other.snapshots, 100)

@@ -1,4 +1,4 @@
-"""Decode: one more token for each sequence of a batch, attended to over [sink | outliers | selected | tail].
+"""Attention of a decode step: one more token for each sequence of a batch, over [sink | outliers | selected | tail].
 
 Every segment of a sequence is searched and attended to separately, with the state that it is stored with and its share
 of the budget; the results and that of the exact tokens are merged by log-sum-exp.
@@ -6,25 +6,18 @@ of the budget; the results and that of the exact tokens are merged by log-sum-ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, SealedBatch, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
-from shadowkv.kvcache.decode.planning import padding_numbers
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.memory.streams import SideStream
-from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.sealing.pages import Sealing
-from shadowkv.kvcache.sequences.pool import SequencePool
-from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import Store
-from shadowkv.ops.sampling import Sampling, row_seeds
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
 """Sees layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
@@ -38,103 +31,12 @@ class Decode:
         hook: public hook for selections; to be set before steps are captured in graphs.
     """
 
-    def __init__(self, store: Store, parts: Parts, pool: SequencePool, sealing: Sealing, prefill: Prefill) -> None:
-        self.store, self.parts, self.pool, self.sealing, self.prefill = store, parts, pool, sealing, prefill
-        self.tables, self.ops, self.spec = pool.tables, store.ops, store.layout.spec
+    def __init__(self, store: Store, sealing: Sealing) -> None:
+        self.store, self.sealing = store, sealing
+        self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
         self.hook: SelectionHook | None = None
-
-    # -- a step ----------------------------------------------------------------------------------------------------
-
-    def plan(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """Turns tails that have outgrown their state into segments, and plans the sealing that is due and one more
-        token for each."""
-        tables, spec = self.tables, self.spec
-        for sequence in sequences:
-            self.pool.arrived(sequence)
-        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
-        capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
-        if (tables.length[slots] >= capacity).any():
-            raise ValueError(f"a sequence is at its capacity: lengths {tables.length[slots]}, capacities {capacity}")
-        sealing = None
-        if spec.seals:
-            tail = tables.length[slots] - tables.sealed[slots]
-            growth = self.store.layout.growth
-            limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
-            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= limit)
-            if outgrown.any():
-                self.prefill.seal_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
-            due = self.sealing.due(slots)
-            if due.any():
-                sealing = self.sealing.numbers(slots[due])
-                for row in map(int, due.nonzero()[0]):
-                    self.pool.seal(sequences[row], sequences[row].sealed + PAGE)
-        names = "length", "sealed", "ring_pages", "static_pages"
-        numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
-        segments, of_sequence = self._segments(numbers)
-        budget = segments.top_k + segments.sampled
-        return DecodePlan(
-            numbers,
-            segments,
-            of_sequence,
-            int((numbers.static_pages + tables.ring_widths(slots)).max()),
-            int((segments.end - segments.first).max()) // PAGE,
-            int(budget.max()),
-            1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
-            sealing,
-        )
-
-    def forecast(
-        self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
-    ) -> DecodePlan | None:
-        """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
-        prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
-        where a sequence has several, or on the micro-batches of values on the host."""
-        if self.fetching is not None or not sequences:
-            return None
-        tables, layout = self.tables, self.store.layout
-        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
-        segments = int(tables.segments[slots].max())
-        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max())
-        sealed = int(tables.sealed[slots].max())
-        for sequence, length in joining:
-            at = sequence.standing
-            after = layout.growth.sealed(at, length, length == sequence.capacity)
-            segments = max(segments, at.segments + after.fits)
-            static = len(sequence.static) if at.segments else self.spec.static_pages
-            compressed = static + len(sequence.ring)
-            exact = max(exact, compressed if after.tokens else length // PAGE + 1)
-            sealed = max(sealed, after.tokens)
-        if segments > 1:
-            return None
-        count = len(sequences) + len(joining)
-        padding = padding_numbers(tables)
-        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
-        return DecodePlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
-
-    def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
-        """The segments of a batch, and which of them each sequence has."""
-        tables, spec = self.tables, self.spec
-        count, slots = tables.segments[numbers.slot], numbers.slot
-        if count.max() <= 1:
-            sequence, last, of_sequence = np.arange(len(slots)), True, None
-            slot = np.where(count > 0, tables.segment_slots[slots, 0], tables.padding_segment_slot)
-        else:
-            there = np.arange(count.max()) < count[:, None]
-            of_sequence = np.where(there, there.ravel().cumsum().reshape(there.shape) - 1, count.sum())
-            sequence, place = there.nonzero()
-            slot, last = tables.segment_slots[slots[sequence], place], place == count[sequence] - 1
-        first, end = tables.first[slot], tables.end[slot]
-        budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
-        if isinstance(spec.budget, int):  # for the whole sequence
-            budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
-        budget = np.where(end > first, budget, 0)
-        sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
-        seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
-        return SegmentNumbers(
-            slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed
-        ), of_sequence
 
     def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
@@ -148,82 +50,7 @@ class Decode:
             if plan.sealing is not None:
                 self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
             numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
-        sequences, segments, of_sequence = plan.unpacked(numbers)
-        slot, length, _, ring, static_pages = sequences
-        pages = self.tables.exact[slot, : plan.exact_pages].long()
-        counts = _exact_counts(sequences, self.tables.static_counts[slot, : plan.exact_pages])
-        sealed = sequence = whole = None
-        if plan.sealed_pages:
-            if self.spec.skip_layers:
-                whole = self._whole(plan, segments, of_sequence, pages, counts, static_pages)
-            # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
-            # which only a GPU uses, are cut by rows of the whole batch.
-            there = segments.end > segments.first
-            if of_sequence is not None:
-                sequence = segments.sequence
-            elif self.store.compute.type == "cpu" and plan.micro_batches == 1 and not there.all():
-                sequence = there.nonzero().squeeze(1)
-                segments = SegmentNumbers(*(x[sequence] for x in segments))
-            sealed = self._sealed_batch(plan, segments)
-        return DecodeBatch(
-            length,
-            pages,
-            counts,
-            pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
-            length % PAGE,
-            sealed,
-            sequence,
-            of_sequence,
-            whole,
-        )
-
-    def _whole(
-        self,
-        plan: DecodePlan,
-        segments: SegmentNumbers,
-        of_sequence: Tensor | None,
-        pages: Tensor,
-        counts: Tensor,
-        static_pages: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
-        and outliers count 0 tokens: these are in the sealed ones."""
-        sealed = self.tables.pages[segments.slot, : plan.sealed_pages].long()
-        page = torch.arange(plan.sealed_pages, device=sealed.device)
-        filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
-        if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
-            sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
-        static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
-        return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
-
-    def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers) -> SealedBatch:
-        pages = value_pages = self.tables.pages[segments.slot, : plan.sealed_pages].long()
-        if self.spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
-            value_pages = self.tables.value_pages[segments.slot, : plan.sealed_pages].long()
-        tokens, span = segments.end - segments.first, None
-        if not self.spec.selects:
-            span = (segments.first == 0) * (self.spec.sink_chunks * self.spec.chunk), tokens
-        return SealedBatch(
-            slots=segments.slot,
-            states=segments.state,
-            first=segments.first,
-            pages=pages,
-            value_pages=value_pages,
-            num_pages=tokens // PAGE,
-            num_chunks=tokens // self.spec.chunk,
-            budget=segments.top_k,
-            max_budget=plan.max_budget,
-            sampling=Sampling(segments.sampled, segments.seed) if self.spec.sampled else None,
-            span=span,
-        )
-
-    def end(self, plan: DecodePlan) -> None:
-        """Makes the new tokens part of their sequences, after the last layer."""
-        self.tables.length[plan.sequences.slot] += 1
-        if self.fetching is not None:
-            self.fetching.publish()
-
-    # -- a layer ---------------------------------------------------------------------------------------------------
+        return batch_of(plan, numbers, self.spec, self.sealing.tables)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
@@ -315,15 +142,3 @@ class Decode:
             return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else parts[0], batch)
 
         return finish
-
-
-def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
-    """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
-    _, length, sealed, ring_pages, static_pages = numbers
-    column = torch.arange(static.shape[1], device=static.device)
-    ring, first = ring_pages[:, None], static_pages[:, None]
-    age = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
-    in_ring = (column >= first) & (column < first + ring)
-    tail = (length + 1 - sealed)[:, None]
-    counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
-    return counts.clamp(0, PAGE)

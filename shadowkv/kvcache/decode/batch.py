@@ -1,5 +1,4 @@
-"""What a decode step tells the cache: which tokens of which sequences, as tensors over the whole batch; and how much is
-stored at once."""
+"""A decode step: its plan, as the host knows it, and its batch, as the device sees it, whose shapes the plan fixes."""
 
 from __future__ import annotations
 
@@ -8,27 +7,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.ops.sampling import Sampling
-
-SEALED_AT_ONCE = 512
-"""Pages of one layer that are coded at a time, to bound the temporary memory."""
-
-OBSERVED = 64
-"""Newest queries of a prompt that an index can learn from."""
-
-TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
-"""Layers of a short prompt are stored together, and so are sequences that are compressed as they grow: each launch that
-stores them takes as long as one for a single layer. At most that many tokens of all layers are stored together, the
-queries kept of them counted too, and that many fitted states, of one sequence or of several."""
-
-
-def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
-    """Layers whose ``tokens``, and queries of ``observed`` tokens, are stored together."""
-    of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
-    return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
 
 
 class SequenceNumbers(NamedTuple):
@@ -102,47 +87,6 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
-class SealedBatch:
-    """Sealed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
-
-    Attributes:
-        slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
-        states: int64 [R], their fitted states.
-        first: int64 [R], positions of their first tokens.
-        pages: int64 [R, P], names of their sealed pages; anything past a segment's end.
-        value_pages: int64 [R, P], names of the pages that hold ``values``.
-        num_pages: int64 [R], sealed pages of each; ragged.
-        num_chunks: int64 [R], their chunks.
-        budget: int64 [R], chunks to select by top-k per kv head.
-        max_budget: no row selects more, top-k and sampled.
-        sampling: chunks to sample in addition, by the seeds of requests and the positions of the new tokens: a
-            different sample in every step; None where the policy samples none.
-        overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: for a policy without an index, the tokens of each row that are attended to, those after the sink: the
-            first and the last + 1, int64 [R] each. None for other policies.
-    """
-
-    slots: Tensor
-    states: Tensor
-    first: Tensor
-    pages: Tensor
-    value_pages: Tensor
-    num_pages: Tensor
-    num_chunks: Tensor
-    budget: Tensor
-    max_budget: int
-    sampling: Sampling | None = None
-    overlapped: bool = False
-    span: tuple[Tensor, Tensor] | None = None
-
-    def part(self, rows: slice) -> SealedBatch:
-        """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
-        assert self.sampling is None and self.span is None
-        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
-
-
-@dataclass(frozen=True)
 class DecodeBatch:
     """One new token for each of B sequences of any lengths, as the device sees it.
 
@@ -192,3 +136,91 @@ class DecodeBatch:
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
             whole=None if self.whole is None else (self.whole[0][rows], self.whole[1][rows]),
         )
+
+
+def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) -> DecodeBatch:
+    """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
+    are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
+    shapes."""
+    sequences, segments, of_sequence = plan.unpacked(numbers)
+    slot, length, _, ring, static_pages = sequences
+    pages = tables.exact[slot, : plan.exact_pages].long()
+    counts = _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
+    sealed = sequence = whole = None
+    if plan.sealed_pages:
+        if spec.skip_layers:
+            whole = _whole(plan, segments, of_sequence, pages, counts, static_pages, tables)
+        # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
+        # which only a GPU uses, are cut by rows of the whole batch.
+        compressed = segments.end > segments.first
+        if of_sequence is not None:
+            sequence = segments.sequence
+        elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not compressed.all():
+            sequence = compressed.nonzero().squeeze(1)
+            segments = SegmentNumbers(*(x[sequence] for x in segments))
+        sealed = _sealed_batch(plan, segments, spec, tables)
+    return DecodeBatch(
+        length,
+        pages,
+        counts,
+        pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
+        length % PAGE,
+        sealed,
+        sequence,
+        of_sequence,
+        whole,
+    )
+
+
+def _whole(
+    plan: DecodePlan,
+    segments: SegmentNumbers,
+    of_sequence: Tensor | None,
+    pages: Tensor,
+    counts: Tensor,
+    static_pages: Tensor,
+    tables: Tables,
+) -> tuple[Tensor, Tensor]:
+    """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
+    and outliers count 0 tokens: these are in the sealed ones."""
+    sealed = tables.pages[segments.slot, : plan.sealed_pages].long()
+    page = torch.arange(plan.sealed_pages, device=sealed.device)
+    filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
+    if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
+        sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
+    static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
+    return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
+
+
+def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
+    pages = value_pages = tables.pages[segments.slot, : plan.sealed_pages].long()
+    if spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
+        value_pages = tables.value_pages[segments.slot, : plan.sealed_pages].long()
+    tokens, span = segments.end - segments.first, None
+    if not spec.selects:
+        span = (segments.first == 0) * (spec.sink_chunks * spec.chunk), tokens
+    return SealedBatch(
+        slots=segments.slot,
+        states=segments.state,
+        first=segments.first,
+        pages=pages,
+        value_pages=value_pages,
+        num_pages=tokens // PAGE,
+        num_chunks=tokens // spec.chunk,
+        budget=segments.top_k,
+        max_budget=plan.max_budget,
+        sampling=Sampling(segments.sampled, segments.seed) if spec.sampled else None,
+        span=span,
+    )
+
+
+def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
+    """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
+    _, length, sealed, ring_pages, static_pages = numbers
+    column = torch.arange(static.shape[1], device=static.device)
+    ring, first = ring_pages[:, None], static_pages[:, None]
+    age = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    in_ring = (column >= first) & (column < first + ring)
+    tail = (length + 1 - sealed)[:, None]
+    counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
+    return counts.clamp(0, PAGE)

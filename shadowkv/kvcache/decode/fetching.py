@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows

@@ -1,11 +1,14 @@
-"""Work on a CUDA stream of its own, concurrent with the current stream."""
+"""Work beside the current stream: kernels on a CUDA stream of their own, and numbers on their way to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -52,3 +55,30 @@ class SideStream:
             captured = torch.cuda.is_current_stream_capturing()
         if captured:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copies ``numbers`` from the host to the device without waiting for its earlier work: the host would wait for a
+    copy from memory that is not pinned, and the device would be idle when the host goes on."""
+    if device.type != "cuda" or not numbers.numel():
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+class Numbers:
+    """Numbers on their way to the device: each array that is added is a part of the one that is copied."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, numbers: ArrayLike) -> slice:
+        """Adds ``numbers``; returns where they will be in the copy."""
+        array = np.asarray(numbers, np.int64).ravel()
+        self._arrays.append(array)
+        self._size += len(array)
+        return slice(self._size - len(array), self._size)
+
+    def on(self, device: torch.device) -> Tensor:
+        """All of them, int64 [n]."""
+        return upload(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays])), device)

@@ -24,14 +24,14 @@ from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
 DENSE = "dense"
 """Keys or values as they are."""
 INDEX_PARTS = {
-    "none": "index_none:AttendAll",
-    "chunk-mean": "index_chunk_mean:ChunkMean",
-    "chunk-mean-fp8": "index_chunk_mean:ChunkMeanFP8",
-    "min-max": "index_min_max:MinMax",
+    "none": "index_plain:AttendAll",
+    "chunk-mean": "index_chunks:ChunkMean",
+    "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
+    "min-max": "index_chunks:MinMax",
     "sketch": "index_sketch:Sketch",
     "sketch-1bit": "index_sketch:SignSketch",
-    "exact": "index_exact:Exact",
-    "recent": "index_recent:Recent",
+    "exact": "index_plain:Exact",
+    "recent": "index_plain:Recent",
     "pca": "index_pca:PCA",
     "votes": "index_votes:Votes",
     "skewed": "index_skewed:Skewed",
@@ -101,6 +101,6 @@ def _part(spec: KVSpec, axis: str) -> Any:  # each axis has its own class
         place = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_mixed:MixedLowRankKeys"
     else:
         kind = axis.capitalize()
-        place = f"{axis}_dense:Dense{kind}" if name == DENSE else f"coded:Coded{kind}"
+        place = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"
     module, name = place.split(":")
     return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)

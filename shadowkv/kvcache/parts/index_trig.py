@@ -15,10 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedStore
-from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables

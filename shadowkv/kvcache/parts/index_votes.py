@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import OBSERVED, SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedStore
-from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import OBSERVED, SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 
 NEIGHBOURS = 7

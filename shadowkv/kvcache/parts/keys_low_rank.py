@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
-from shadowkv.kvcache.decode.batch import STATES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedStore
-from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, FittedTokens, KeyPart, SealedTokens
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys

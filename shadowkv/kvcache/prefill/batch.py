@@ -1,4 +1,4 @@
-"""What a prefill tells the cache: which new tokens of which sequences, packed, and where they go."""
+"""What a prefill tells the cache: which new tokens of which sequences, packed, and what is stored of them when."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import OBSERVED, SealedBatch, layers_at_once
-from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.memory.streams import Numbers, upload
+from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import ExactRows
+
+
+def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
+    """Layers whose ``tokens``, and queries of ``observed`` tokens, are stored together."""
+    of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
+    return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
 
 
 @dataclass(frozen=True)
@@ -25,65 +33,6 @@ class NewTokens:
     start: int
     stop: int
     cached: int
-
-
-@dataclass(frozen=True)
-class ExactRows:
-    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
-
-    pages: Tensor
-    offsets: Tensor
-
-
-@dataclass(frozen=True)
-class CachedSegment:
-    """A segment of a cached sequence, as later tokens attend to it.
-
-    Attributes:
-        row: a batch of one row.
-        static: its sink and outliers.
-        names: names of its state, its pages and those of its values: the same for sequences that share it.
-    """
-
-    row: SealedBatch
-    static: ExactRows
-    names: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the new tokens of a sequence go, the same in every layer: on the device, so that no layer waits for a copy.
-
-    Attributes:
-        length: tokens of the sequence, including them.
-        before, sealed: tokens that are sealed already, and those that are sealed now.
-        fits: whether their segment is new: its state is to be fitted.
-        state: int64 [1], the state of their segment.
-        observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
-            when a dense sequence is compressed; None where there is none.
-        first: position of the first token of their segment.
-        pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
-        page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
-        static: where the sink and the outliers of a new segment go.
-        tail: where the exact tokens that the sequence already has are; those that are sealed now come from there first.
-        exact: where the newest tokens go, or all new ones where none are sealed.
-        cached: the segments that the sequence has already.
-    """
-
-    length: int
-    before: int
-    sealed: int
-    fits: bool
-    state: Tensor
-    observed: Tensor | None
-    first: int
-    pages: Tensor
-    value_pages: Tensor
-    page_starts: Tensor
-    static: ExactRows
-    tail: ExactRows
-    exact: ExactRows
-    cached: tuple[CachedSegment, ...]
 
 
 @dataclass(frozen=True)
@@ -108,12 +57,12 @@ class ToStore:
     Attributes:
         observed: what is learned first.
         exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
-        sealed: the others, each sequence's rows and places.
+        sealed: the others, each sequence's rows and their plan.
     """
 
     observed: list[LastQueries]
     exact: list[tuple[slice, ExactRows]]
-    sealed: list[tuple[slice, Places]]
+    sealed: list[tuple[slice, StoragePlan]]
 
 
 class PrefillBatch:
@@ -132,16 +81,22 @@ class PrefillBatch:
     """
 
     def __init__(
-        self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype, runs: Sequence[range]
+        self,
+        new: list[NewTokens],
+        planner: StoragePlanner,
+        device: torch.device,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        runs: Sequence[range],
     ) -> None:
-        self.new, self.runs = new, runs
+        self.new, self.runs, self._planner = new, runs, planner
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
         starts = np.array([0, *(s.stop for s in new)])
         numbers = upload(torch.from_numpy(np.concatenate((positions, self._last, starts))), device)
-        self.positions, self.last, starts_there = numbers.split([len(positions), len(self._last), len(starts)])
-        self.starts = starts_there.int()
+        self.positions, self.last, starts_on_device = numbers.split([len(positions), len(self._last), len(starts)])
+        self.starts = starts_on_device.int()
         observed = len(self._last)
         cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
         self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
@@ -155,71 +110,89 @@ class PrefillBatch:
         size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
         self.queries = torch.zeros(size, dtype=dtype, device=device)
         self.storing: int | None = None
-        self._places: dict[int, Places] = {}
+        self._plans: dict[int, StoragePlan] = {}
         self._to_store: dict[bool, ToStore] = {}
-        self._alike: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
+        self._together: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
 
-    def of(self, sequences: list[CachedSequence]) -> PrefillBatch:
+    def of(self, sequences: list[CachedSequence], planner: StoragePlanner) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
         other = copy(self)
-        other.new = [replace(s, sequence=sequence) for s, sequence in zip(self.new, sequences, strict=True)]
-        other._places, other._to_store, other._alike = {}, {}, {}
+        other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
+        other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other
 
-    def places_of(
-        self, segment: NewTokens, find: Callable[[Sequence[tuple[CachedSequence, int]]], list[Places]]
-    ) -> Places:
-        """Where a segment's tokens go; the places of all segments are found on the first call."""
-        if not self._places:
-            found = find([(one.sequence, one.stop - one.start) for one in self.new])
-            self._places = {one.start: places for one, places in zip(self.new, found, strict=True)}
-        return self._places[segment.start]
+    def plan_of(self, new: NewTokens) -> StoragePlan:
+        """How the new tokens of a sequence are stored; those of all sequences are planned on the first call."""
+        if not self._plans:
+            plans = self._planner.plan([(each.sequence, each.stop - each.start) for each in self.new])
+            self._plans = {each.start: plan for each, plan in zip(self.new, plans, strict=True)}
+        return self._plans[new.start]
 
-    def to_store(self, cached: bool, find: Callable[[list[NewTokens]], ToStore]) -> ToStore:
+    def to_store(self, cached: bool) -> ToStore:
         """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
         if cached not in self._to_store:
-            self._to_store[cached] = find([one for one in self.new if bool(one.cached) == cached])
+            planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
+            sealed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.sealed]
+            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), sealed)
         return self._to_store[cached]
 
-    def alike(
+    def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
+        """Which of the sequences learn from their last queries; those that keep equally many queries are grouped."""
+        alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
+        for new, plan in planned:
+            if plan.observed is not None:
+                rows = self._last_of(new)
+                first = plan.length - len(rows) - plan.before
+                alike.setdefault(len(rows), []).append((plan.observed, rows, first))
+        groups = []
+        for count, same in alike.items():
+            states, rows_of_each, first_of_each = zip(*same, strict=True)
+            numbers = Numbers()
+            numbers.add(np.stack((*rows_of_each,)))
+            numbers.add(first_of_each)
+            kept, positions = numbers.on(self.positions.device).split([count * len(same), len(same)])
+            groups.append(LastQueries(torch.cat(states), kept.view(-1, count), positions))
+        return groups
+
+    def attending_together(
         self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
     ) -> list[tuple[Run, ...]]:
         """Runs of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
-        if (block.start, block.stop) not in self._alike:
-            found: list[tuple[Run, ...]] = []
+        if (block.start, block.stop) not in self._together:
+            groups: list[tuple[Run, ...]] = []
             last: tuple[object, ...] | None = None
             for run in block.runs:
                 this = shared(self, run)
                 if this is not None and this == last:
-                    found[-1] += (run,)
+                    groups[-1] += (run,)
                 else:
-                    found.append((run,))
+                    groups.append((run,))
                 last = this
-            self._alike[block.start, block.stop] = found
-        return self._alike[block.start, block.stop]
+            self._together[block.start, block.stop] = groups
+        return self._together[block.start, block.stop]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
-        place = self.place(layer)
-        if place + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
+        index = self.scratch_index(layer)
+        if index + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
             return None
-        return slice(layer - place, layer + 1)
+        return slice(layer - index, layer + 1)
 
-    def place(self, layer: int) -> int:
-        """The place of ``layer`` among the layers in scratch."""
+    def scratch_index(self, layer: int) -> int:
+        """Which of the layers in scratch ``layer`` is."""
         return (layer - self._run(layer).start) % self.layers_at_once
 
     def _run(self, layer: int) -> range:
         return next(run for run in self.runs if layer in run)
 
-    def last_of(self, segment: NewTokens) -> np.ndarray:
-        """Rows of ``queries`` that belong to a segment."""
-        return np.arange(*np.searchsorted(self._last, (segment.start, segment.stop)))
+    def _last_of(self, new: NewTokens) -> np.ndarray:
+        """Rows of ``queries`` that belong to a sequence."""
+        return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
         """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
         if len(block.last):
-            self.queries[self.place(layer), block.kept] = q[block.last]
+            self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""
@@ -229,23 +202,23 @@ class PrefillBatch:
 
     def newest(self) -> list[PrefillBlock]:
         """The last tokens of each sequence, whose queries are kept."""
-        return [self.block(max(one.start, one.stop - OBSERVED), one.stop) for one in self.new]
+        return [self.block(max(new.start, new.stop - OBSERVED), new.stop) for new in self.new]
 
     def _runs(self, start: int, stop: int) -> Iterator[Run]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
-            one = numbered[1]
-            return not one.cached and start <= one.start and one.stop <= stop
+            new = numbered[1]
+            return not new.cached and start <= new.start and new.stop <= stop
 
-        here = [(i, one) for i, one in enumerate(self.new) if one.start < stop and start < one.stop]
-        for together, found in groupby(here, packed):
-            numbers, segments = zip(*found, strict=True)
-            if together and len(segments) > 1:
-                starts = self.starts[numbers[0] : numbers[-1] + 2] - segments[0].start
-                longest = max(one.stop - one.start for one in segments)
-                yield Run(segments[0].start, segments[-1].stop, None, starts, longest)
+        here = [(i, new) for i, new in enumerate(self.new) if new.start < stop and start < new.stop]
+        for together, group in groupby(here, packed):
+            numbers, tokens = zip(*group, strict=True)
+            if together and len(tokens) > 1:
+                starts = self.starts[numbers[0] : numbers[-1] + 2] - tokens[0].start
+                longest = max(new.stop - new.start for new in tokens)
+                yield Run(tokens[0].start, tokens[-1].stop, None, starts, longest)
                 continue
-            for one in segments:
-                yield Run(max(start, one.start), min(stop, one.stop), one)
+            for new in tokens:
+                yield Run(max(start, new.start), min(stop, new.stop), new)
 
 
 @dataclass(frozen=True)
@@ -281,3 +254,22 @@ class PrefillBlock:
     runs: tuple[Run, ...]
     kept: slice
     last: Tensor
+
+
+def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
+    """Rows of sequences that stay exact, and where they go; adjacent ones are joined."""
+    start, stop, together = 0, 0, list[ExactRows]()
+
+    def joined() -> tuple[slice, ExactRows]:
+        pages, offsets = (torch.cat([getattr(rows, name) for rows in together]) for name in ("pages", "offsets"))
+        return slice(start, stop), ExactRows(pages, offsets)
+
+    for new, plan in planned:
+        if together and (plan.sealed or new.start != stop):
+            yield joined()
+            together = []
+        if not plan.sealed:
+            start, stop = start if together else new.start, new.stop
+            together.append(plan.exact)
+    if together:
+        yield joined()

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import SEALED_AT_ONCE
-from shadowkv.kvcache.parts import Parts
-from shadowkv.kvcache.parts.base import EXCLUDED, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, SEALED_AT_ONCE, SealedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.kvcache.sequences.store import Store
@@ -21,8 +19,8 @@ from shadowkv.kvcache.sequences.store import Store
 class Sealing:
     """Writes sealed pages, for prefill and for decode."""
 
-    def __init__(self, store: Store, parts: Parts, tables: Tables) -> None:
-        self.store, self.parts, self.tables = store, parts, tables
+    def __init__(self, store: Store, tables: Tables) -> None:
+        self.store, self.parts, self.tables = store, store.layout.parts, tables
         self.spec = store.layout.spec
 
     def write(self, tokens: SealedTokens, excluded: Tensor | None = None) -> None:

@@ -1,72 +1,71 @@
-"""Where new tokens go: found on the host for all sequences of a batch, and brought to the device in one copy."""
+"""How new tokens are stored: planned on the host for all sequences of a batch, brought to the device in one copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import SealedBatch
-from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import (
-    CachedSegment,
-    ExactRows,
-    LastQueries,
-    NewTokens,
-    Places,
-    PrefillBatch,
-    ToStore,
-)
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
+from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, exact_rows
 
 
-class Numbers:
-    """Numbers on their way to the device: each array that is added is a part of the one that is copied."""
+@dataclass(frozen=True)
+class StoragePlan:
+    """How the new tokens of a sequence are stored, the same in every layer: on the device, so that no layer waits for a
+    copy.
 
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._size = 0
+    Attributes:
+        length: tokens of the sequence, including them.
+        before, sealed: tokens that are sealed already, and those that are sealed now.
+        fits: whether their segment is new: its state is to be fitted.
+        state: int64 [1], the state of their segment.
+        observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
+            when a dense sequence is compressed; None where there is none.
+        pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
+        page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
+        static: where the sink and the outliers of a new segment go.
+        tail: where the exact tokens that the sequence already has are; those that are sealed now come from there first.
+        exact: where the newest tokens go, or all new ones where none are sealed.
+        cached: the segments that the sequence has already.
+    """
 
-    def add(self, numbers: ArrayLike) -> slice:
-        """Adds ``numbers``; returns where they will be in the copy."""
-        array = np.asarray(numbers, np.int64).ravel()
-        self._arrays.append(array)
-        self._size += len(array)
-        return slice(self._size - len(array), self._size)
-
-    def on(self, device: torch.device) -> Tensor:
-        """All of them, int64 [n]."""
-        return upload(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays])), device)
-
-
-def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
-    the device."""
-    position = np.arange(start, stop)
-    names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
-    rows = numbers.add(np.stack((names, position % PAGE)))
-    return lambda x: ExactRows(*x[rows].view(2, -1))
+    length: int
+    before: int
+    sealed: int
+    fits: bool
+    state: Tensor
+    observed: Tensor | None
+    pages: Tensor
+    value_pages: Tensor
+    page_starts: Tensor
+    static: ExactRows
+    tail: ExactRows
+    exact: ExactRows
+    cached: tuple[CachedSegment, ...]
 
 
-class Placing:
-    """Finds places in a pool, and begins the segments that new tokens need."""
+class StoragePlanner:
+    """Plans for the sequences of a pool, and begins the segments that new tokens need."""
 
     def __init__(self, pool: SequencePool) -> None:
         self.pool, self.layout, self.device = pool, pool.layout, pool.store.compute
 
-    def find(self, work: Iterable[tuple[CachedSequence, int]]) -> list[Places]:
-        """Where ``count`` new tokens of each sequence go; it gets a new segment if a state is to be fitted on them."""
+    def plan(self, work: Iterable[tuple[CachedSequence, int]]) -> list[StoragePlan]:
+        """How ``count`` new tokens of each sequence are stored; it gets a new segment if a state is to be fitted on
+        them."""
         numbers = Numbers()
-        found = [self._find(numbers, sequence, count) for sequence, count in work]
-        there = numbers.on(self.device)
-        return [places(there) for places in found]
+        plans = [self._plan(numbers, sequence, count) for sequence, count in work]
+        on_device = numbers.on(self.device)
+        return [plan(on_device) for plan in plans]
 
-    def _find(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], Places]:
+    def _plan(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], StoragePlan]:
         """The same for one sequence, once its ``numbers`` are on the device."""
         start, before = sequence.length, sequence.sealed
         length = start + count
@@ -92,34 +91,33 @@ class Placing:
         exact = exact_rows(numbers, ring, after.tokens if sealed else start, length)
         state = numbers.add([0 if segment is None else segment.state or 0])
         observed = None if learning is None else numbers.add([learning])
-        return lambda x: Places(
+        return lambda x: StoragePlan(
             length=length,
             before=before,
             sealed=sealed,
             fits=after.fits,
             state=x[state],
             observed=None if observed is None else x[observed],
-            first=before,
             pages=x[pages],
             value_pages=x[value_pages],
             page_starts=x[page_starts],
             static=static(x),
             tail=tail(x),
             exact=exact(x),
-            cached=tuple(one(x) for one in cached),
+            cached=tuple(of_segment(x) for of_segment in cached),
         )
 
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
         """A segment that later tokens attend to in full."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
-        one = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
+        of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
         static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
         names = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
 
-        def there(x: Tensor) -> CachedSegment:
-            slot, state, first, num_pages, num_chunks = x[one].split(1)
+        def on_device(x: Tensor) -> CachedSegment:
+            slot, state, first, num_pages, num_chunks = x[of_segment].split(1)
             sealed = SealedBatch(
                 slots=slot,
                 states=state,
@@ -133,48 +131,4 @@ class Placing:
             )
             return CachedSegment(sealed, static(x), names)
 
-        return there
-
-
-def to_store(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> ToStore:
-    """What is stored of some of a batch's sequences; ``found`` gives them with their places."""
-    sealed = [(slice(one.start, one.stop), places) for one, places in found if places.sealed]
-    return ToStore(_observed(batch, found), list(_exact(found)), sealed)
-
-
-def _observed(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> list[LastQueries]:
-    """Which of the sequences learn from their last queries; those that keep equally many queries are grouped."""
-    alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
-    for one, places in found:
-        if places.observed is not None:
-            rows = batch.last_of(one)
-            first = places.length - len(rows) - places.first
-            alike.setdefault(len(rows), []).append((places.observed, rows, first))
-    together = []
-    for count, same in alike.items():
-        states, rows_of_each, first_of_each = zip(*same, strict=True)
-        numbers = Numbers()
-        numbers.add(np.stack((*rows_of_each,)))
-        numbers.add(first_of_each)
-        kept, positions = numbers.on(batch.positions.device).split([count * len(same), len(same)])
-        together.append(LastQueries(torch.cat(states), kept.view(-1, count), positions))
-    return together
-
-
-def _exact(found: Sequence[tuple[NewTokens, Places]]) -> Iterator[tuple[slice, ExactRows]]:
-    """Rows of sequences that stay exact, and where they go; adjacent ones are joined."""
-    start, stop, together = 0, 0, list[ExactRows]()
-
-    def joined() -> tuple[slice, ExactRows]:
-        pages, offsets = (torch.cat([getattr(one, name) for one in together]) for name in ("pages", "offsets"))
-        return slice(start, stop), ExactRows(pages, offsets)
-
-    for one, places in found:
-        if together and (places.sealed or one.start != stop):
-            yield joined()
-            together = []
-        if not places.sealed:
-            start, stop = start if together else one.start, one.stop
-            together.append(places.exact)
-    if together:
-        yield joined()
+        return on_device

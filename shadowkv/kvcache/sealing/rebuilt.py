@@ -12,22 +12,20 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.memory.streams import SideStream
-from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import CachedSegment
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import CachedSegment, Store
 
 SPAN_PAGES = 512
 """Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
 
 
-class CachedTokens:
+class RebuiltTokens:
     """Sealed tokens of one segment at a time."""
 
-    def __init__(self, store: Store, parts: Parts) -> None:
-        self.store, self.parts, self.ops = store, parts, store.ops
+    def __init__(self, store: Store) -> None:
+        self.store, self.parts, self.ops = store, store.layout.parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.across_bus = self.spec.place == "host"
         self.side_stream = SideStream(store.compute, self.across_bus)
@@ -47,10 +45,8 @@ class CachedTokens:
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
-        head, places = (
-            torch.arange(size[1], device=exact.device)[:, None],
-            self._places(layer, row, exact.shape[2], step, len(spans)),
-        )
+        head = torch.arange(size[1], device=exact.device)[:, None]
+        exact_rows = self._rows_of_exact(layer, row, exact.shape[2], step, len(spans))
         key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
@@ -67,11 +63,11 @@ class CachedTokens:
             block, count = buffers[i % 2], (last - first) * PAGE
             self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)
             wait()
-            block[:, head, places[i]] = exact
+            block[:, head, exact_rows[i]] = exact
             yield block[0, :, :count], block[1, :, :count]
 
-    def _places(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
-        """Where in each of ``count`` spans of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
+    def _rows_of_exact(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
+        """Rows of each of ``count`` spans of ``step`` pages that the exact tokens belong to, int64 [count, H, n]."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]
@@ -79,5 +75,5 @@ class CachedTokens:
         else:  # only the sink
             chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
-        place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]
-        return place.masked_fill_((place < 0) | (place >= rows), rows)
+        row_of_span = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]
+        return row_of_span.masked_fill_((row_of_span < 0) | (row_of_span >= rows), rows)

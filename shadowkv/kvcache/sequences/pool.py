@@ -13,8 +13,7 @@ from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.layout import PageCount
-from shadowkv.kvcache.sequences.outline import Outline
-from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment, Tables
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
 from shadowkv.kvcache.sequences.store import Store
 
 

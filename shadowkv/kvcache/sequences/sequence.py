@@ -1,24 +1,42 @@
-"""A cached sequence: a path of segments and an exact tail; and the tables that kernels read.
+"""A cached sequence: a path of segments and an exact tail; what a new one begins with; the tables that kernels read.
 
 Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
 and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
 segments: runs that one fitted state serves. Pages of a segment never change once they are sealed, and neither does its
-state, so that any number of sequences can name them; each holds a reference to their blocks (``memory.BlockPool``).
+state, so that any number of sequences can name them; each holds a reference to their blocks
+(``memory.arenas.BlockPool``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from shadowkv.kvcache.memory.upload import upload
+from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.arrival import Arrival
 from shadowkv.kvcache.sequences.layout import PageCount
+
+
+class Arrival(Protocol):
+    """What a restored sequence and those forked from it in the meantime wait for; layers arrive in order.
+
+    A prefill waits for each layer before it reads it. A caller that decodes, trims or reads the sequence, or restores
+    another one after it, waits for the last layer first. One that releases it ends the arrival. One that forks,
+    extends or truncates it need not wait: the cache does so.
+    """
+
+    def wait(self, layer: int) -> None:
+        """Returns once subsequent work on the current stream is ordered after the arrival of ``layer`` and all before
+        it; may be called again for a layer. Raises if it will not arrive: the sequence can then only be released."""
+
+    def end(self) -> None:
+        """Orders subsequent work on the current stream after all writes still under way; nothing is written after
+        those. Never raises; others may still wait."""
 
 
 @dataclass(eq=False)
@@ -79,8 +97,8 @@ class CachedSequence:
         capacity: tokens it may grow to.
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
-        readings: for each open reading, the token up to which it reads (``reading.py``).
-        arrival: for a restored one, what is still on its way (``arrival.py``); None where everything has arrived.
+        readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
+        arrival: for a restored one, what is still on its way; None where everything has arrived.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
@@ -167,6 +185,54 @@ class CachedSequence:
         if reserves:
             yield from self.sealed_reserve
             yield from self.static_reserve
+
+
+class Span(NamedTuple):
+    """A segment's place in its sequence; fields are those of ``Segment``."""
+
+    first: int
+    end: int
+    reach: int
+    fitted: int
+    static_tokens: int
+    num_pages: int
+
+    @property
+    def sealed(self) -> int:
+        """Position after its last sealed token."""
+        return self.first + PAGE * self.num_pages
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a new sequence begins with.
+
+    Attributes:
+        spans: its segments.
+        length: its tokens.
+        shared: tokens that it shares with its parent, a multiple of 64.
+    """
+
+    spans: tuple[Span, ...] = ()
+    length: int = 0
+    shared: int = 0
+
+    @classmethod
+    def fork(cls, parent: CachedSequence, length: int) -> Outline:
+        """The first ``length`` tokens of ``parent``, a fork point."""
+        path = (one.prefix(one.slot, length) for one in parent.path if one.first < length)
+        spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
+        return cls(tuple(spans), length, length)
+
+    @property
+    def sealed(self) -> int:
+        """Tokens that are sealed."""
+        return self.spans[-1].sealed if self.spans else 0
+
+    @property
+    def standing(self) -> Standing:
+        """How far it is sealed, as the rules of growth see it."""
+        return Standing.behind(self.spans)
 
 
 class Tables:

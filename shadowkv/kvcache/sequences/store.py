@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
-from shadowkv.kvcache.memory.by_layer import ByLayer
-from shadowkv.kvcache.memory.sealed import SealedStore
+from shadowkv.kvcache.memory.sealed import ByLayer, SealedBatch, SealedStore
+from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import ExactRows
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.registry import Ops
+
+
+@dataclass(frozen=True)
+class ExactRows:
+    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
+
+    pages: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class CachedSegment:
+    """A segment of a cached sequence, as later tokens attend to it.
+
+    Attributes:
+        row: a batch of one row.
+        static: its sink and outliers.
+        names: names of its state, its pages and those of its values: the same for sequences that share it.
+    """
+
+    row: SealedBatch
+    static: ExactRows
+    names: tuple[int, ...]
+
+
+def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
+    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
+    the device."""
+    position = np.arange(start, stop)
+    names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
+    rows = numbers.add(np.stack((names, position % PAGE)))
+    return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
 class Store(SealedStore):
@@ -105,3 +140,10 @@ class Store(SealedStore):
         """Writes whole exact pages [L, n, 64, H, d] of some layers."""
         self.k[layers][:, pages] = rope_keys.transpose(2, 3).to(self.k.dtype)
         self.v[layers][:, pages] = values.transpose(2, 3).to(self.v.dtype)
+
+    def write_tokens(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
+        """Writes tokens [L, n, H, d] to exact pages."""
+        for exact, tokens in ((self.k[layers], rope_keys), (self.v[layers], values)):
+            # A GPU scatters elements one by one: with 8 bytes each, there are fewer.
+            wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
+            exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)

@@ -2,22 +2,109 @@
 
 The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
 the used part of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
-stored without that state.
+stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
+wrong with it (``contradictions``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, UNLIMITED, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots import dataclass_json
-from shadowkv.kvcache.snapshots.check import reasons
-from shadowkv.kvcache.snapshots.contents import SnapshotContents, SnapshotSegment
-from shadowkv.kvcache.snapshots.fields import LAYER_ALIGNED, SnapshotField, aligned
+
+ALIGNED = 16
+"""Bytes that a field's offset is a multiple of."""
+
+LAYER_ALIGNED = 256
+"""Bytes that a layer's size is a multiple of."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8,
+        torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+"""Dtypes of fields, by name."""
+
+MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
+"""Limits for everything that a header counts: numbers above are rejected as nonsense."""
+
+
+@dataclass(frozen=True)
+class SnapshotField:
+    """One array of a layer: ``shape`` of ``dtype`` from byte ``offset`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a layer."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def of(self, layer: Tensor) -> Tensor:
+        """The array, [*shape], in a layer uint8 [layer_bytes] that begins at a multiple of 16 bytes."""
+        return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
+
+
+def aligned(size: int, to: int) -> int:
+    """``size``, or the next multiple of ``to``."""
+    return -(-size // to) * to
+
+
+def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[tuple[SnapshotField, ...], int]:
+    """Fields with these names, shapes and dtypes, one after the other, and the bytes of a layer that has them."""
+    fields, offset = [], 0
+    for name, shape, dtype in arrays:
+        fields.append(SnapshotField(name, shape, str(dtype).removeprefix("torch."), offset))
+        offset = aligned(offset + fields[-1].nbytes, ALIGNED)
+    return tuple(fields), aligned(offset, LAYER_ALIGNED)
+
+
+@dataclass(frozen=True)
+class SnapshotSegment:
+    """A segment of a sequence, or its newer part.
+
+    Attributes:
+        first, end, reach, fitted, static_tokens: as in ``Segment``.
+        num_pages: sealed pages that are in this snapshot.
+        continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
+            pages before the snapshot's start.
+    """
+
+    first: int
+    end: int
+    reach: int
+    fitted: int
+    static_tokens: int
+    num_pages: int
+    continued: bool
+
+    def begin(self, start: int) -> int:
+        """Position of its first token in a snapshot from ``start`` on."""
+        return start if self.continued else self.first
+
+    def sealed(self, start: int) -> int:
+        """Position after its last sealed token."""
+        return self.begin(start) + PAGE * self.num_pages
+
+    def cut(self, start: int, stop: int) -> SnapshotSegment:
+        """The segment for a sequence that continues differently after position ``stop`` (``Segment.prefix``)."""
+        count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
+        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
 
 
 class Cut(NamedTuple):
@@ -33,11 +120,39 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SnapshotHeader(SnapshotContents):
-    """What a snapshot holds. Raises ValueError where its numbers contradict one another."""
+class SnapshotHeader:
+    """What a snapshot says that it holds. Raises ValueError where its numbers contradict one another.
+
+    Attributes:
+        form: what caches must have in common to read it (``form_of``).
+        start: tokens of the sequence that come before it, a multiple of 64.
+        length: tokens of the sequence.
+        segments: those with sealed pages after ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens after ``start`` and after what is sealed, up to ``length``.
+        observed: whether it has what is known of a dense sequence's state.
+        fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
+            ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
+            [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
+        num_layers: all layers of the model.
+        layer_bytes: bytes of a layer that has these fields.
+        skip_layers: that many of the first and of the last layers have others:
+        exact_fields: ``tokens`` [2, length - start, H, d], RoPE-rotated keys and values.
+    """
+
+    form: str
+    start: int
+    length: int
+    segments: tuple[SnapshotSegment, ...]
+    tail_tokens: int
+    observed: bool
+    fields: tuple[SnapshotField, ...]
+    num_layers: int
+    layer_bytes: int
+    skip_layers: int = 0
+    exact_fields: tuple[SnapshotField, ...] = ()
 
     def __post_init__(self) -> None:
-        for reason in reasons(self):
+        for reason in contradictions(self):
             raise ValueError(f"this is no header of a snapshot: {reason}")
 
     @property
@@ -124,3 +239,115 @@ class Snapshot:
             for field in self.header.fields_of(number):
                 found.setdefault(field.name, []).append(field.of(self.layer(number)))
         return {name: torch.stack(layers) for name, layers in found.items()}
+
+
+class Link(NamedTuple):
+    """A snapshot of a chain, and the token of the sequence up to which it is used."""
+
+    header: SnapshotHeader
+    stop: int
+
+
+def contradictions(header: SnapshotHeader) -> Iterator[str]:
+    """Why its numbers are invalid; each reason presumes that there is none before it."""
+    if not re.fullmatch("[0-9a-f]{64}", header.form):
+        yield f"form {header.form[:100]!r} is not 64 hexadecimal digits"
+    yield from _out_of(("length", header.length, 0, MOST["tokens"]), ("start", header.start, 0, header.length))
+    if header.start % PAGE:
+        yield f"start {header.start} is not a multiple of {PAGE}"
+    yield from _of_segments(header)
+    exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    if header.tail_tokens != header.length - exact:
+        yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
+    if header.observed and header.segments:
+        yield "a state is observed where segments have theirs"
+    yield from _of_fields(header)
+
+
+def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
+    for name, value, least, most in ranges:
+        if not least <= value <= most:
+            yield f"{name} {value} is not from {least} to {most}"
+
+
+def _of_segments(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(("number of segments", len(header.segments), 0, MOST_SEGMENTS))
+    at = header.start
+    for number, one in enumerate(header.segments):
+        last = number == len(header.segments) - 1
+        if one.continued and (number or one.first >= header.start):
+            yield f"segment {number} from {one.first} on does not begin before {header.start}"
+        yield from _out_of(
+            ("first token of a segment", one.first, 0 if one.continued else at, at),
+            ("end of a segment", one.end, one.first + 1, MOST["tokens"]),
+            ("reach of a segment", one.reach, one.end, UNLIMITED),
+            ("static tokens", one.static_tokens, 0, MOST["tokens"]),
+            ("pages of a segment", one.num_pages, 0 if one.continued and last else 1, (header.length - at) // PAGE),
+        )
+        at = one.sealed(header.start)
+        yield from _out_of(("fitted pages of a segment", one.fitted, one.first + PAGE, at))
+        if one.first % PAGE or one.fitted % PAGE:
+            yield f"tokens {one.first} to {one.fitted} of a segment are no whole pages"
+
+
+def _of_fields(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(
+        ("number of layers", header.num_layers, 1, MOST["layers"]),
+        ("number of fields", len(header.fields), 0, MOST["fields"]),
+    )
+    shapes, missing, names, offset = _shapes(header), set(_shapes(header)), set[str](), 0
+    for one in header.fields:
+        name = one.name[:100]
+        family = one.name if one.name in shapes else f"{one.name.rpartition('.')[0]}."
+        if one.name in names or one.name.endswith(".") or family not in shapes:
+            yield f"field {name!r} is there twice or none of this snapshot's"
+        if one.dtype not in DTYPES:
+            yield f"dtype {one.dtype[:100]!r} of {name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(
+            (f"axes of {name}", len(one.shape), 1, MOST["axes"]),
+            *((f"size of an axis of {name}", size, 1, MOST["tokens"]) for size in one.shape),
+            (f"offset of {name}", one.offset, offset, offset),
+        )
+        if one.shape[: len(shapes[family])] != shapes[family]:
+            yield f"shape {one.shape} of {name} does not begin with {shapes[family]}"
+        names.add(one.name)
+        missing.discard(family)
+        offset = aligned(offset + one.nbytes, ALIGNED)
+        yield from _out_of((f"end of {name}", offset, 0, MOST["bytes of a layer"]))
+    missing = {family for family in missing if ".state." not in family}  # a policy may fit none
+    if missing:
+        yield f"there are no fields {', '.join(sorted(missing))}"
+    size = aligned(offset, LAYER_ALIGNED)
+    yield from _out_of(("bytes of a layer", header.layer_bytes, size, size))
+    yield from _of_exact_fields(header)
+
+
+def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
+    count = header.length - header.start
+    there = 1 if header.skip_layers and count else 0
+    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), there, there))
+    for one in header.exact_fields:
+        if (one.name, one.offset, one.shape[:2], len(one.shape)) != ("tokens", 0, (2, count), 4):
+            yield f"{one.name[:100]!r} {one.shape} is not what skipped layers have of {count} tokens"
+        if one.dtype not in DTYPES:
+            yield f"dtype {one.dtype[:100]!r} of {one.name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(*((f"size of an axis of {one.name}", size, 1, MOST["tokens"]) for size in one.shape))
+        yield from _out_of((f"end of {one.name}", one.nbytes, 0, MOST["bytes of a layer"]))
+
+
+def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
+    """Names of fields, or what they begin with, and the first axes of those fields' shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, one in enumerate(header.segments):
+        if one.num_pages:
+            shapes[f"segments.{number}.pages."] = (one.num_pages,)
+        if not one.continued:
+            shapes[f"segments.{number}.state."] = ()
+        if not one.continued and one.static_tokens:
+            shapes[f"segments.{number}.static"] = (2, one.static_tokens)
+    if header.tail_tokens:
+        shapes["tail"] = (2, header.tail_tokens)
+    if header.observed:
+        shapes["observed."] = ()
+    return shapes

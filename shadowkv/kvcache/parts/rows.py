@@ -1,4 +1,7 @@
-"""Rows of each head in the bytes of a codec (``shadowkv.kvcache.codecs``): keys after RoPE, or values."""
+"""Keys after RoPE, or values, row by row: as they are, or in the bytes of a codec (``shadowkv.kvcache.codecs``).
+
+A row is one token of one head. Values are on the device or the host.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
-from shadowkv.kvcache.decode.batch import SealedBatch
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedStore
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rope_by
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.codec import RowCodec
 from shadowkv.ops.quantise_rows import in_one_pass
 from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
@@ -198,3 +200,28 @@ class CodedValues(CodedPart, ValuePart):
 
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
         return self.coded_rows(store, layer, batch, batch.value_pages)
+
+
+class DenseKeys(KeyPart):
+    def page_fields(self) -> tuple[Field, ...]:
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("keys", shape, self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        store.write_heads("keys", tokens.layers, tokens.pages, tokens.rope_keys)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["keys"][layer], batch.pages)
+
+
+class DenseValues(ValuePart):
+    def page_fields(self) -> tuple[Field, ...]:
+        # Chunk rows (c * d elements of one head) are the unit of transfer, so they are contiguous.
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("values", shape, self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        store.write_heads("values", tokens.layers, tokens.value_pages, tokens.values)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["values"][layer], batch.value_pages)
