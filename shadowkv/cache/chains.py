@@ -129,7 +129,7 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
+        """A sequence restored from a chain in host memory; raises as ``Snapshots.restore`` does."""
         restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [step.node.copy for step in steps if step.node.copy is not None]
         parts = [(one.header, one.slabs or []) for one in copies]

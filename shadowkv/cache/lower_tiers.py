@@ -140,7 +140,7 @@ class LowerTiers:
         return self.chains.fetch(steps, patience)
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
+        """A sequence restored from a chain in host memory; raises as ``Snapshots.restore`` does."""
         return self.chains.restore(steps, start, capacity, parent)
 
     def stats(self) -> dict[str, TierStats]:

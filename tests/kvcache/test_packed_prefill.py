@@ -82,13 +82,13 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
 
     for what in ("ragged_attention", "causal_attention"):
         count(cache.ops, what)
-    for what in ("_write_exact", "_observe"):
-        count(cache.prefill, what)
+    count(cache.store, "write_tokens")
+    count(cache.storing, "observe")
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together
     observed = stored if cache.spec.seals else 0
-    assert calls == Counter(ragged_attention=SHAPE.num_layers, _write_exact=stored, _observe=observed)
+    assert calls == Counter(ragged_attention=SHAPE.num_layers, write_tokens=stored, observe=observed)
 
 
 def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:
