@@ -69,8 +69,8 @@ class DecodePlan:
     @property
     def shape(self) -> tuple[int, ...]:
         """Determines the shapes of all tensors of a step."""
-        most = 1 if self.of_sequence is None else self.of_sequence.shape[1]
-        counts = len(self.sequences.slot), len(self.segments.slot), most
+        columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
+        counts = len(self.sequences.slot), len(self.segments.slot), columns
         return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
 
     def packed(self) -> np.ndarray:
@@ -80,9 +80,9 @@ class DecodePlan:
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
         """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
-        count, rows, most = self.shape[:3]
+        count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
-        of_sequence = None if self.of_sequence is None else rest[: count * most].view(count, most)
+        of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
         return SequenceNumbers(*sequences.view(5, -1)), SegmentNumbers(*segments.view(8, -1)), of_sequence
 
 

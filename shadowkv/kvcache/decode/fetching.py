@@ -55,15 +55,17 @@ class Fetching:
     """The buffers of a store that has them."""
 
     def __init__(self, store: Store, side_stream: SideStream) -> None:
-        whole = store.buffer
-        assert whole is not None, "the layout has no buffer"
+        of_all_layers = store.buffer
+        assert of_all_layers is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
         (field,) = store.layout.host_fields
-        self.store, self._counters, self._host = store, whole.counters, store.page[field.name]
+        self.store, self._counters, self._host = store, of_all_layers.counters, store.page[field.name]
         self._first = store.layout.compressed.start
         self._buffers = [
-            ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
-            for layer in range(len(whole.rows))
+            ChunkBuffer(
+                counters=of_all_layers.counters, **{name: getattr(of_all_layers, name)[layer] for name in per_layer}
+            )
+            for layer in range(len(of_all_layers.rows))
         ]
         self._stream = side_stream.stream
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)

@@ -106,9 +106,11 @@ class DecodePlanner:
             sequence, last, of_sequence = np.arange(len(slots)), True, None
             slot = np.where(count > 0, tables.segment_slots[slots, 0], tables.padding_segment_slot)
         else:
-            there = np.arange(count.max()) < count[:, None]
-            of_sequence = np.where(there, there.ravel().cumsum().reshape(there.shape) - 1, count.sum())
-            sequence, place = there.nonzero()
+            has_segment = np.arange(count.max()) < count[:, None]
+            of_sequence = np.where(
+                has_segment, has_segment.ravel().cumsum().reshape(has_segment.shape) - 1, count.sum()
+            )
+            sequence, place = has_segment.nonzero()
             slot, last = tables.segment_slots[slots[sequence], place], place == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
@@ -154,17 +156,17 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
     sequence, segment = padding_numbers(tables)
     of_sequence = plan.of_sequence
     if of_sequence is None:
-        wanted, owner = batch, np.arange(count, batch)
+        padded_rows, owner = batch, np.arange(count, batch)
     else:
         # Every sequence may have gained a segment before the shape changes again: rounded as batches are.
-        wanted, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
-        none = np.full((batch, columns), wanted)
-        none[:count, :most] = np.where(of_sequence < rows, of_sequence, wanted)
+        padded_rows, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
+        none = np.full((batch, columns), padded_rows)
+        none[:count, :most] = np.where(of_sequence < rows, of_sequence, padded_rows)
         of_sequence = none
     return replace(
         plan,
         sequences=SequenceNumbers(*_padded(plan.sequences, sequence, batch)),
-        segments=SegmentNumbers(*_padded(plan.segments, segment._replace(sequence=owner), wanted)),
+        segments=SegmentNumbers(*_padded(plan.segments, segment._replace(sequence=owner), padded_rows)),
         of_sequence=of_sequence,
         exact_pages=exact,
         sealed_pages=sealed,

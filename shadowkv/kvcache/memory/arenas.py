@@ -167,10 +167,8 @@ class Tier(BlockPool):
             self.arena = _allocate((num_layers, (num_blocks + 1) * block_bytes), device, pinned)
             self.skipped = _allocate((skipped_layers, (num_blocks + 1) * skipped_bytes), device, pinned)
         except (RuntimeError, MemoryError) as error:
-            wanted = num_blocks * self.bytes_per_block / 2**30
-            raise MemoryError(
-                f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}"
-            ) from error
+            gib = num_blocks * self.bytes_per_block / 2**30
+            raise MemoryError(f"cannot allocate {gib:.1f} GiB for the {name} tier of the KV cache: {error}") from error
         super().__init__(name, num_blocks, block_bytes // GRANULE if paged and block_bytes else 1)
 
     @property

@@ -111,9 +111,9 @@ class LowRankKeys(KeyPart):
             of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
             learned |= {"key_mean": mean, "latent_step": step, "latent_mean": of_latents}
         learned["basis"] = basis.to(self.dtype)
-        for name, found in learned.items():
+        for name, value in learned.items():
             state = store.state[name][layers]
-            state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
+            state[:, states] = value.reshape(len(state), len(states), *state.shape[2:])
 
     def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,

@@ -117,13 +117,13 @@ class MixedLowRankKeys(LowRankKeys):
             "key_mean": mean,
             KEPT_ENERGY: kept_energy(variance, total),
         }
-        for name, found in learned.items():
+        for name, value in learned.items():
             state = store.state[name][layers]
-            state[:, states] = found.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
+            state[:, states] = value.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
-        for some in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
-            self._seal(store, some)
+        for portion in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
+            self._seal(store, portion)
 
     def _seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, widths = (store.state[name][tokens.layers][:, tokens.states] for name in ("key_mean", "latent_bits"))

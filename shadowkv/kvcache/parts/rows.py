@@ -63,9 +63,9 @@ class CodedPart(Part):
                 f"{cls.axis}={codec.name!r} is decoded by pages: it needs index='none' and keys that are not low-rank, "
                 f"not index={spec.index!r} and keys={spec.keys!r}",
             ]
-        wanted = codec.wanted(dim)
-        if wanted:
-            reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}")
+        needed = codec.wanted(dim)
+        if needed:
+            reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {needed}, not {dim}")
         return reasons
 
     @property
@@ -103,8 +103,8 @@ class CodedPart(Part):
 
     def fit_rows(self, store: SealedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
         """Learns from rows [L, n, S, H, d]."""
-        found = [self.codec.fit(one) for one in rows.flatten(0, 1)]
-        for field, learned in zip(self.learned_fields(), zip(*found, strict=True), strict=True):
+        fitted = [self.codec.fit(one) for one in rows.flatten(0, 1)]
+        for field, learned in zip(self.learned_fields(), zip(*fitted, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
     def seal_rows(
@@ -195,8 +195,8 @@ class CodedValues(CodedPart, ValuePart):
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         host = self.spec.place == "host"
-        for some in tokens.split(CROSSING_AT_ONCE if host else max(1, len(tokens.pages))):
-            self.seal_rows(store, some, some.values, some.value_pages, host)
+        for portion in tokens.split(CROSSING_AT_ONCE if host else max(1, len(tokens.pages))):
+            self.seal_rows(store, portion, portion.values, portion.value_pages, host)
 
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
         return self.coded_rows(store, layer, batch, batch.value_pages)

@@ -27,8 +27,8 @@ class Sealing:
         """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
-            for some in tokens.split(max(1, SEALED_AT_ONCE // layers)):
-                part.seal(self.store, some)
+            for portion in tokens.split(max(1, SEALED_AT_ONCE // layers)):
+                part.seal(self.store, portion)
         if excluded is not None:
             self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
         if not self.store.layout.excluded_fields:

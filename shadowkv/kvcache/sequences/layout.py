@@ -49,7 +49,7 @@ class PageCount:
 
     def lacking(self, owned: PageCount) -> PageCount:
         """What is missing of each kind beyond what is ``owned``."""
-        return PageCount(*(max(0, wanted - there) for wanted, there in zip(self.counts, owned.counts, strict=True)))
+        return PageCount(*(max(0, needed - held) for needed, held in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
         return PageCount(*map(sum, zip(self.counts, other.counts, strict=True)))
@@ -228,7 +228,7 @@ class Layout:
         """The most of each kind that a sequence of up to ``capacity`` tokens may have, whether its prompt is compressed
         or not."""
         both = self.pages(0, capacity), self.pages(capacity, capacity)
-        return PageCount(*map(max, *(one.counts for one in both)))
+        return PageCount(*map(max, *(pages.counts for pages in both)))
 
     def blocks(self, pages: PageCount) -> Blocks:
         """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""

@@ -93,7 +93,7 @@ class SequencePool:
             return min(length, sequence.length) // PAGE * PAGE
         point = min(length, sequence.sealed) // PAGE * PAGE
         if self.layout.spec.outliers:
-            ends = (min(point, one.sealed) for one in sequence.path if one.fitted <= point)
+            ends = (min(point, segment.sealed) for segment in sequence.path if segment.fitted <= point)
             return max(ends, default=0)
         return point
 
@@ -106,8 +106,8 @@ class SequencePool:
         Raises OutOfBlocks, with nothing taken, if anything is lacking, and ValueError where it would be too long.
         """
         if not outline.length <= start <= capacity <= self.max_model_len:
-            length, most = outline.length, self.max_model_len
-            raise ValueError(f"{length=} <= {start=} <= {capacity=} <= max_model_len={most} does not hold")
+            length, limit = outline.length, self.max_model_len
+            raise ValueError(f"{length=} <= {start=} <= {capacity=} <= max_model_len={limit} does not hold")
         new, need = self._pages_of(outline, start, capacity), self.demand(outline, start, capacity)
         exact = new.ring + sum(-(-span.static_tokens // PAGE) for span in outline.spans)
         widths = self.tables.exact.shape[1], self.tables.pages.shape[1]

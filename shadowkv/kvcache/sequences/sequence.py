@@ -220,7 +220,7 @@ class Outline:
     @classmethod
     def fork(cls, parent: CachedSequence, length: int) -> Outline:
         """The first ``length`` tokens of ``parent``, a fork point."""
-        path = (one.prefix(one.slot, length) for one in parent.path if one.first < length)
+        path = (segment.prefix(segment.slot, length) for segment in parent.path if segment.first < length)
         spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
         return cls(tuple(spans), length, length)
 

@@ -68,11 +68,11 @@ class Store(SealedStore):
         layers, fixed = len(layout.compressed), layout.fixed_blocks(slots)
         self.layout = layout
         self.tiers: dict[str, Tier] = {}
-        for one in layout.tiers:
-            pinned, count = one.pinned and device.type == "cuda", memory[one.name] if one.paged else fixed[one.name]
-            skipped = layout.shape.num_layers - layers if one.skipped_bytes else 0
-            self.tiers[one.name] = Tier(
-                one.name, layers, one.block_bytes, count, device, pinned, one.paged, skipped, one.skipped_bytes
+        for tier in layout.tiers:
+            pinned, count = tier.pinned and device.type == "cuda", memory[tier.name] if tier.paged else fixed[tier.name]
+            skipped = layout.shape.num_layers - layers if tier.skipped_bytes else 0
+            self.tiers[tier.name] = Tier(
+                tier.name, layers, tier.block_bytes, count, device, pinned, tier.paged, skipped, tier.skipped_bytes
             )
         on_device, on_host = self.tiers["device"], self.tiers["host"]
         exact, skipped_pages = on_device.views(layout.exact_fields), on_device.skipped_views(layout.exact_fields)

@@ -30,10 +30,10 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
         raise ValueError(f"a key is there twice in {_shown([key for key, _ in pairs])}")
-    return found
+    return by_key
 
 
 def _read(kind: Any, plain: Any, name: str) -> Any:
@@ -43,17 +43,17 @@ def _read(kind: Any, plain: Any, name: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(plain, list):
             raise ValueError(f"{name} is {_shown(plain)}, not a list")
-        return tuple(_read(get_args(kind)[0], one, f"{name}[{number}]") for number, one in enumerate(plain))
+        return tuple(_read(get_args(kind)[0], item, f"{name}[{number}]") for number, item in enumerate(plain))
     if type(plain) is not kind:  # a boolean is no number
         raise ValueError(f"{name} is {_shown(plain)}, not of type {kind.__name__}")
     return plain
 
 
 def _read_object(kind: Any, plain: Any, name: str) -> Any:
-    wanted = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]
     needed = {field.name for field in fields(kind) if field.default is MISSING}
-    if not isinstance(plain, dict) or not needed <= set(plain) <= set(wanted):
-        raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(wanted)}")
+    if not isinstance(plain, dict) or not needed <= set(plain) <= set(names):
+        raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(names)}")
     kinds = get_type_hints(kind)
     return kind(**{field: _read(kinds[field], value, f"{name}.{field}") for field, value in plain.items()})
 

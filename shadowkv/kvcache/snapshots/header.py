@@ -199,8 +199,8 @@ class SnapshotHeader:
             return Cut(self.segments, self.tail_tokens, self.observed)
         if stop > self.exact or not self.segments:
             return Cut(self.segments, stop - self.exact, False)
-        there = (one for one in self.segments if one.begin(self.start) < stop)
-        return Cut(tuple(one.cut(self.start, stop) for one in there), 0, False)
+        used = (segment for segment in self.segments if segment.begin(self.start) < stop)
+        return Cut(tuple(segment.cut(self.start, stop) for segment in used), 0, False)
 
     def to_json(self) -> str:
         """JSON for ``from_json``."""
@@ -224,9 +224,9 @@ class Snapshot:
     data: Tensor
 
     def __post_init__(self) -> None:
-        wanted = self.header.runs
-        if self.data.dtype != torch.uint8 or self.data.shape != wanted:
-            raise ValueError(f"a snapshot's bytes are uint8 {wanted}, not {self.data.dtype} {tuple(self.data.shape)}")
+        shape = self.header.runs
+        if self.data.dtype != torch.uint8 or self.data.shape != shape:
+            raise ValueError(f"a snapshot's bytes are uint8 {shape}, not {self.data.dtype} {tuple(self.data.shape)}")
 
     def layer(self, number: int) -> Tensor:
         """A layer's bytes, uint8 [n]."""
@@ -234,11 +234,11 @@ class Snapshot:
 
     def arrays(self) -> dict[str, Tensor]:
         """All fields by name, [layers, *shape], of the layers that have them."""
-        found: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         for number in range(self.header.num_layers):
             for field in self.header.fields_of(number):
-                found.setdefault(field.name, []).append(field.of(self.layer(number)))
-        return {name: torch.stack(layers) for name, layers in found.items()}
+                by_name.setdefault(field.name, []).append(field.of(self.layer(number)))
+        return {name: torch.stack(layers) for name, layers in by_name.items()}
 
 
 class Link(NamedTuple):
@@ -273,21 +273,26 @@ def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
 def _of_segments(header: SnapshotHeader) -> Iterator[str]:
     yield from _out_of(("number of segments", len(header.segments), 0, MOST_SEGMENTS))
     at = header.start
-    for number, one in enumerate(header.segments):
+    for number, segment in enumerate(header.segments):
         last = number == len(header.segments) - 1
-        if one.continued and (number or one.first >= header.start):
-            yield f"segment {number} from {one.first} on does not begin before {header.start}"
+        if segment.continued and (number or segment.first >= header.start):
+            yield f"segment {number} from {segment.first} on does not begin before {header.start}"
         yield from _out_of(
-            ("first token of a segment", one.first, 0 if one.continued else at, at),
-            ("end of a segment", one.end, one.first + 1, MOST["tokens"]),
-            ("reach of a segment", one.reach, one.end, UNLIMITED),
-            ("static tokens", one.static_tokens, 0, MOST["tokens"]),
-            ("pages of a segment", one.num_pages, 0 if one.continued and last else 1, (header.length - at) // PAGE),
+            ("first token of a segment", segment.first, 0 if segment.continued else at, at),
+            ("end of a segment", segment.end, segment.first + 1, MOST["tokens"]),
+            ("reach of a segment", segment.reach, segment.end, UNLIMITED),
+            ("static tokens", segment.static_tokens, 0, MOST["tokens"]),
+            (
+                "pages of a segment",
+                segment.num_pages,
+                0 if segment.continued and last else 1,
+                (header.length - at) // PAGE,
+            ),
         )
-        at = one.sealed(header.start)
-        yield from _out_of(("fitted pages of a segment", one.fitted, one.first + PAGE, at))
-        if one.first % PAGE or one.fitted % PAGE:
-            yield f"tokens {one.first} to {one.fitted} of a segment are no whole pages"
+        at = segment.sealed(header.start)
+        yield from _out_of(("fitted pages of a segment", segment.fitted, segment.first + PAGE, at))
+        if segment.first % PAGE or segment.fitted % PAGE:
+            yield f"tokens {segment.first} to {segment.fitted} of a segment are no whole pages"
 
 
 def _of_fields(header: SnapshotHeader) -> Iterator[str]:
@@ -296,23 +301,23 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
         ("number of fields", len(header.fields), 0, MOST["fields"]),
     )
     shapes, missing, names, offset = _shapes(header), set(_shapes(header)), set[str](), 0
-    for one in header.fields:
-        name = one.name[:100]
-        family = one.name if one.name in shapes else f"{one.name.rpartition('.')[0]}."
-        if one.name in names or one.name.endswith(".") or family not in shapes:
+    for field in header.fields:
+        name = field.name[:100]
+        family = field.name if field.name in shapes else f"{field.name.rpartition('.')[0]}."
+        if field.name in names or field.name.endswith(".") or family not in shapes:
             yield f"field {name!r} is there twice or none of this snapshot's"
-        if one.dtype not in DTYPES:
-            yield f"dtype {one.dtype[:100]!r} of {name} is not one of {', '.join(DTYPES)}"
+        if field.dtype not in DTYPES:
+            yield f"dtype {field.dtype[:100]!r} of {name} is not one of {', '.join(DTYPES)}"
         yield from _out_of(
-            (f"axes of {name}", len(one.shape), 1, MOST["axes"]),
-            *((f"size of an axis of {name}", size, 1, MOST["tokens"]) for size in one.shape),
-            (f"offset of {name}", one.offset, offset, offset),
+            (f"axes of {name}", len(field.shape), 1, MOST["axes"]),
+            *((f"size of an axis of {name}", size, 1, MOST["tokens"]) for size in field.shape),
+            (f"offset of {name}", field.offset, offset, offset),
         )
-        if one.shape[: len(shapes[family])] != shapes[family]:
-            yield f"shape {one.shape} of {name} does not begin with {shapes[family]}"
-        names.add(one.name)
+        if field.shape[: len(shapes[family])] != shapes[family]:
+            yield f"shape {field.shape} of {name} does not begin with {shapes[family]}"
+        names.add(field.name)
         missing.discard(family)
-        offset = aligned(offset + one.nbytes, ALIGNED)
+        offset = aligned(offset + field.nbytes, ALIGNED)
         yield from _out_of((f"end of {name}", offset, 0, MOST["bytes of a layer"]))
     missing = {family for family in missing if ".state." not in family}  # a policy may fit none
     if missing:
@@ -325,27 +330,27 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
 def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
     yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
     count = header.length - header.start
-    there = 1 if header.skip_layers and count else 0
-    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), there, there))
-    for one in header.exact_fields:
-        if (one.name, one.offset, one.shape[:2], len(one.shape)) != ("tokens", 0, (2, count), 4):
-            yield f"{one.name[:100]!r} {one.shape} is not what skipped layers have of {count} tokens"
-        if one.dtype not in DTYPES:
-            yield f"dtype {one.dtype[:100]!r} of {one.name} is not one of {', '.join(DTYPES)}"
-        yield from _out_of(*((f"size of an axis of {one.name}", size, 1, MOST["tokens"]) for size in one.shape))
-        yield from _out_of((f"end of {one.name}", one.nbytes, 0, MOST["bytes of a layer"]))
+    expected = 1 if header.skip_layers and count else 0
+    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), expected, expected))
+    for field in header.exact_fields:
+        if (field.name, field.offset, field.shape[:2], len(field.shape)) != ("tokens", 0, (2, count), 4):
+            yield f"{field.name[:100]!r} {field.shape} is not what skipped layers have of {count} tokens"
+        if field.dtype not in DTYPES:
+            yield f"dtype {field.dtype[:100]!r} of {field.name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(*((f"size of an axis of {field.name}", size, 1, MOST["tokens"]) for size in field.shape))
+        yield from _out_of((f"end of {field.name}", field.nbytes, 0, MOST["bytes of a layer"]))
 
 
 def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
     """Names of fields, or what they begin with, and the first axes of those fields' shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for number, one in enumerate(header.segments):
-        if one.num_pages:
-            shapes[f"segments.{number}.pages."] = (one.num_pages,)
-        if not one.continued:
+    for number, segment in enumerate(header.segments):
+        if segment.num_pages:
+            shapes[f"segments.{number}.pages."] = (segment.num_pages,)
+        if not segment.continued:
             shapes[f"segments.{number}.state."] = ()
-        if not one.continued and one.static_tokens:
-            shapes[f"segments.{number}.static"] = (2, one.static_tokens)
+        if not segment.continued and segment.static_tokens:
+            shapes[f"segments.{number}.static"] = (2, segment.static_tokens)
     if header.tail_tokens:
         shapes["tail"] = (2, header.tail_tokens)
     if header.observed:

@@ -152,20 +152,20 @@ class Snapshots:
             return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
         segments = tuple(
             SnapshotSegment(
-                first=one.first,
-                end=one.end,
-                reach=one.reach,
-                fitted=one.fitted,
-                static_tokens=one.static_tokens,
-                num_pages=(one.sealed - max(start, one.first)) // PAGE,
-                continued=one.first < start,
+                first=segment.first,
+                end=segment.end,
+                reach=segment.reach,
+                fitted=segment.fitted,
+                static_tokens=segment.static_tokens,
+                num_pages=(segment.sealed - max(start, segment.first)) // PAGE,
+                continued=segment.first < start,
             )
-            for one in sequence.path
-            if one.sealed > start or one is sequence.path[-1]
+            for segment in sequence.path
+            if segment.sealed > start or segment is sequence.path[-1]
         )
         if stop is None:
             return Cut(segments, sequence.length - sequence.sealed, False)
-        return Cut(tuple(one.cut(start, stop) for one in segments if one.begin(start) < stop), 0, False)
+        return Cut(tuple(segment.cut(start, stop) for segment in segments if segment.begin(start) < stop), 0, False)
 
     def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
         """The fields of a layer of ``content``, and its bytes."""
@@ -183,16 +183,16 @@ class Snapshots:
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
         sealed = sorted((*layout.sealed_fields, *layout.host_fields), key=lambda field: field.name)
         state = sorted(layout.state_fields, key=lambda field: field.name)
-        for number, one in enumerate(content.segments):
+        for number, segment in enumerate(content.segments):
             name = f"segments.{number}"
-            if one.num_pages:
+            if segment.num_pages:
                 for x in sealed:
-                    yield Field(f"{name}.pages.{x.name}", (one.num_pages, *x.shape), x.dtype)
-            if not one.continued:
+                    yield Field(f"{name}.pages.{x.name}", (segment.num_pages, *x.shape), x.dtype)
+            if not segment.continued:
                 for x in state:
                     yield Field(f"{name}.state.{x.name}", x.shape, x.dtype)
-                if one.static_tokens:
-                    yield Field(f"{name}.static", (2, one.static_tokens, *token), layout.dtype)
+                if segment.static_tokens:
+                    yield Field(f"{name}.static", (2, segment.static_tokens, *token), layout.dtype)
         if content.tail_tokens:
             yield Field("tail", (2, content.tail_tokens, *token), layout.dtype)
         if content.observed:
@@ -210,8 +210,8 @@ class Snapshots:
         if len(outline.spans) > MOST_SEGMENTS:
             raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MOST_SEGMENTS}")
         length, final = outline.length, outline.length == capacity or outline.length < start
-        most, spec = self.layout.growth.late_limit(0), self.layout.spec
-        if spec.seals and not outline.spans and (length > most or (length == most and not final)):
+        late_limit, spec = self.layout.growth.late_limit(0), self.layout.spec
+        if spec.seals and not outline.spans and (length > late_limit or (length == late_limit and not final)):
             raise ValueError(f"{length} tokens are all exact there, and would be sealed here")
         return outline
 
@@ -221,15 +221,15 @@ class Snapshots:
             raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
         size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
         exact = self.layout.spec.skip_layers, self._exact_fields(header.length - header.start)
-        there = header.fields, header.layer_bytes, header.num_layers, header.skip_layers, header.exact_fields
-        if there != (*size, self.layout.shape.num_layers, *exact):
+        described = header.fields, header.layer_bytes, header.num_layers, header.skip_layers, header.exact_fields
+        if described != (*size, self.layout.shape.num_layers, *exact):
             raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")
         spec = self.layout.spec
-        for one in header.segments:
-            static = spec.outliers * spec.chunk if one.first else spec.static_tokens
-            if one.static_tokens != static or static > one.fitted - one.first:
-                raise ValueError(f"{one.static_tokens} exact tokens of a segment: this cache has {static}")
-            if spec.outliers and one.first < stop < one.fitted:
+        for segment in header.segments:
+            static = spec.outliers * spec.chunk if segment.first else spec.static_tokens
+            if segment.static_tokens != static or static > segment.fitted - segment.first:
+                raise ValueError(f"{segment.static_tokens} exact tokens of a segment: this cache has {static}")
+            if spec.outliers and segment.first < stop < segment.fitted:
                 raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")
 
 
@@ -268,8 +268,8 @@ def followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
         used = header.cut(stop)
         if number < len(chain) - 1 and (stop % PAGE or (used.segments and used.tail_tokens)):
             raise ValueError(f"nothing can follow the first {stop} tokens of a snapshot: they end in its exact tail")
-        for one in used.segments:
-            spans = _with(spans, one)
+        for segment in used.segments:
+            spans = _with(spans, segment)
         at = stop
     return Outline(tuple(spans), at, outline.shared)
 
