@@ -150,7 +150,7 @@ class Chains:
             self._speeds.host(nbytes, time.monotonic() - began)
             self._counts.restored(nbytes, time.monotonic() - began)
         else:
-            restoring.sequence.arrival = arrival
+            restoring.sequence.pending_layers = arrival
             for copy in copies:
                 copy.users += 1
             self.arriving.append((arrival, restoring, [step.node for step in steps], nbytes))

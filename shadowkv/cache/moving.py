@@ -113,7 +113,7 @@ def _widest(header: SnapshotHeader) -> int:
 
 
 class StreamArrival:
-    """Layers that another stream writes; see ``kvcache.sequences.sequence.Arrival``.
+    """Layers that another stream writes; see ``kvcache.sequences.sequence.PendingLayers``.
 
     Args:
         device: the one they are on.

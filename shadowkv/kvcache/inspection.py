@@ -83,6 +83,6 @@ def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
     names = cache.parts.diagnostics
     if not (names and sequence.path and cache.layout.compressed):
         return {}
-    cache.pool.arrived(sequence)
+    cache.pool.await_layers(sequence)
     states = [segment.state for segment in sequence.path]
     return {name: cache.store.state[name][:, states, 0].amin(1) for name in names}

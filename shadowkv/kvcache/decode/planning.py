@@ -37,7 +37,7 @@ class DecodePlanner:
         token for each."""
         tables, spec = self.tables, self.spec
         for sequence in sequences:
-            self.pool.arrived(sequence)
+            self.pool.await_layers(sequence)
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
         capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
         if (tables.length[slots] >= capacity).any():

@@ -177,8 +177,8 @@ class Prefill:
         keys, values = (x[batch.scratch_index(layer), new.start : stop] for x in (batch.rope_keys, batch.values))
         if not new.cached:
             return keys, values
-        if new.sequence.arrival is not None:
-            new.sequence.arrival.wait(layer)
+        if new.sequence.pending_layers is not None:
+            new.sequence.pending_layers.wait(layer)
         tail = batch.plan_of(new).tail
         k, v = (
             self._behind_tail(pages[layer], tail, rows, room)

@@ -60,7 +60,7 @@ class Storing:
 
     def commit(self, sequence: CachedSequence, plan: StoragePlan) -> None:
         """Makes the new tokens part of their sequence, once all layers have stored them."""
-        self.pool.arrived(sequence)
+        self.pool.await_layers(sequence)
         self.pool.tables.length[sequence.slot] = plan.length
         if plan.sealed:
             self.pool.seal(sequence, plan.before + plan.sealed)

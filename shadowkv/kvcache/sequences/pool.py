@@ -143,11 +143,11 @@ class SequencePool:
         sequence.capacity = capacity
         self._write(sequence)
 
-    def arrived(self, sequence: CachedSequence) -> None:
+    def await_layers(self, sequence: CachedSequence) -> None:
         """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
-        if sequence.arrival is not None:
-            sequence.arrival.wait(self.layout.shape.num_layers - 1)
-            sequence.arrival = None
+        if sequence.pending_layers is not None:
+            sequence.pending_layers.wait(self.layout.shape.num_layers - 1)
+            sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
         """Appends a segment after what is sealed, with a state to be fitted on tokens up to ``end``.
@@ -198,7 +198,7 @@ class SequencePool:
 
     def trim(self, sequence: CachedSequence) -> None:
         """Gives back what a finished sequence holds for future tokens; it can be extended again."""
-        self.arrived(sequence)
+        self.await_layers(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
         spare, sequence.dense[unused] = sequence.dense[unused], []
@@ -220,8 +220,8 @@ class SequencePool:
 
     def release(self, sequence: CachedSequence) -> None:
         """Gives back everything; the sequence must not be used again."""
-        if sequence.arrival is not None:
-            sequence.arrival.end()
+        if sequence.pending_layers is not None:
+            sequence.pending_layers.end()
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.device_pages()))
         for kind, held in self._counted(sequence):
             self.pools[kind].release(held)
@@ -262,7 +262,7 @@ class SequencePool:
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
-        child.arrival = parent.arrival
+        child.pending_layers = parent.pending_layers
         segments = [segment for segment in parent.path if segment.first < length]
         slots = self.pools["segment_slots"].allocate(len(segments))
         child.path = [segment.prefix(slot, length) for segment, slot in zip(segments, slots)]

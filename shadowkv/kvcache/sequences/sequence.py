@@ -22,7 +22,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.layout import PageCount
 
 
-class Arrival(Protocol):
+class PendingLayers(Protocol):
     """What a restored sequence and those forked from it in the meantime wait for; layers arrive in order.
 
     A prefill waits for each layer before it reads it. A caller that decodes, trims or reads the sequence, or restores
@@ -98,7 +98,7 @@ class CachedSequence:
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
         readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
-        arrival: for a restored one, what is still on its way; None where everything has arrived.
+        pending_layers: for a restored one, what is still on its way; None where everything is there.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
@@ -113,7 +113,7 @@ class CachedSequence:
     shared: int = 0
     observed: bool = False
     readings: list[int] = field(default_factory=list)
-    arrival: Arrival | None = None
+    pending_layers: PendingLayers | None = None
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)

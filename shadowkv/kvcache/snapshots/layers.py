@@ -229,8 +229,8 @@ class Reading:
 class Restoring:
     """A sequence that has everything but its bytes; to be kept until these are written.
 
-    Until then any user of the sequence has to wait: ``sequence.arrival`` says how, where it is set. Layers may be
-    written on any stream that is ordered after the work launched before it was made.
+    Until then any user of the sequence has to wait: ``sequence.pending_layers`` says how, where it is set. Layers may
+    be written on any stream that is ordered after the work launched before it was made.
 
     Attributes:
         sequence: the new sequence.

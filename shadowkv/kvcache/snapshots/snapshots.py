@@ -85,7 +85,7 @@ class Snapshots:
         header = self.describe(sequence, start, stop)
         if header.length == start:
             raise ValueError(f"the sequence has nothing to read behind {start} tokens")
-        self.pool.arrived(sequence)
+        self.pool.await_layers(sequence)
         return Reading(self.pool, sequence, header)
 
     def demand(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None) -> Blocks:
@@ -108,7 +108,7 @@ class Snapshots:
         """
         outline = self._outline(chain, start, capacity, parent)
         if parent is not None:
-            self.pool.arrived(parent)  # the new one waits only for what is written to it
+            self.pool.await_layers(parent)  # the new one waits only for what is written to it
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
