@@ -110,8 +110,8 @@ class DecodePlanner:
             of_sequence = np.where(
                 has_segment, has_segment.ravel().cumsum().reshape(has_segment.shape) - 1, count.sum()
             )
-            sequence, place = has_segment.nonzero()
-            slot, last = tables.segment_slots[slots[sequence], place], place == count[sequence] - 1
+            sequence, number = has_segment.nonzero()
+            slot, last = tables.segment_slots[slots[sequence], number], number == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
         if isinstance(spec.budget, int):  # for the whole sequence

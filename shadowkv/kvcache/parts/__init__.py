@@ -142,11 +142,11 @@ def _part(spec: KVSpec, axis: str) -> Any:  # each axis has its own class
     if name in REGISTERED[axis]:
         return REGISTERED[axis][name]
     if axis == "index":
-        place = INDEX_PARTS[name]
+        path = INDEX_PARTS[name]
     elif name in LATENT_CODECS:
-        place = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_mixed:MixedLowRankKeys"
+        path = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_mixed:MixedLowRankKeys"
     else:
         kind = axis.capitalize()
-        place = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"
-    module, name = place.split(":")
+        path = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"
+    module, name = path.split(":")
     return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)

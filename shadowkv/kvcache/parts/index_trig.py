@@ -90,8 +90,8 @@ class Trig(RankedIndex):
 def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
     """Rows [..., d] RoPE-rotated by positions [...], which may be negative; unlike ``apply_rope`` it changes no
     length."""
-    places, scale = positions.abs(), 1 / rotary.config.magnitude
-    cos, sin = rotary.cos[places] * scale, rotary.sin[places] * scale
+    distances, scale = positions.abs(), 1 / rotary.config.magnitude
+    cos, sin = rotary.cos[distances] * scale, rotary.sin[distances] * scale
     return rope_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 

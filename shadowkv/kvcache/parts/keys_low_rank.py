@@ -120,8 +120,8 @@ class LowRankKeys(KeyPart):
         and the strongest of all groups come first (``LatentCodec.of_groups``)."""
         groups = self.spec.key_ranks(self.shape)
         if len(groups) == 1:
-            found: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
-            return found
+            result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
+            return result
         bases, numbers, totals = [], [], []
         for rank, heads in groups:
             columns = slice(*(head * self.shape.head_dim for head in heads))
@@ -130,8 +130,8 @@ class LowRankKeys(KeyPart):
             bases.append(pad(part, (columns.start, keys.shape[2] - columns.stop)))
             numbers.append(torch.stack(of_rows))
             totals.append(total)
-        place = torch.cat([torch.arange(rank, device=keys.device) for rank, _ in groups])
-        order = (place >= STRONG).int().argsort(stable=True)
+        dimension = torch.cat([torch.arange(rank, device=keys.device) for rank, _ in groups])
+        order = (dimension >= STRONG).int().argsort(stable=True)
         variance, largest = torch.cat(numbers, dim=2)[:, :, order]
         return torch.cat(bases, dim=1)[:, order], variance, largest, torch.stack(totals).sum(0)
 

@@ -138,8 +138,8 @@ class MixedLowRankKeys(LowRankKeys):
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
         names = ("basis", "key_mean", "latent_bits", "basis_step")
         basis, mean, widths, step = (store.state[name][layer] for name in names)
-        places = batch.states, batch.pages, batch.first, store.rotary
-        return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *places, widths, step)
+        of_batch = batch.states, batch.pages, batch.first, store.rotary
+        return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
     def _decoded(self, store: SealedStore, layers: slice, states: Tensor) -> Tensor:
         """Bases float32 [L, n, r, H, d]."""

@@ -66,17 +66,17 @@ class Sealing:
             numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, slots of segments, columns
                 of their page tables, states.
         """
-        slots, column, number, segment, place, states = numbers
+        slots, column, page_number, segment, segment_column, states = numbers
         tables = self.tables
         exact, pages, value_pages = (
             table[where].long()
             for table, where in (
                 (tables.exact, (slots, column)),
-                (tables.pages, (segment, place)),
-                (tables.value_pages, (segment, place)),
+                (tables.pages, (segment, segment_column)),
+                (tables.value_pages, (segment, segment_column)),
             )
         )
-        positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
+        positions = page_number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
         for layers in self.store.layout.alike(self.store.layout.shape.num_layers):
             rope_keys, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
             if self.store.layout.skips(layers.start):
@@ -84,4 +84,4 @@ class Sealing:
                 continue
             at = positions.expand(len(rope_keys), -1, -1)
             keys = self.store.ops.apply_rope(rope_keys, at, self.store.rotary, inverse=True)
-            self.write(SealedTokens(layers, states, number * PAGE, pages, value_pages, keys, rope_keys, values))
+            self.write(SealedTokens(layers, states, page_number * PAGE, pages, value_pages, keys, rope_keys, values))

@@ -114,7 +114,7 @@ class Snapshots:
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
         try:
             return Restoring(self.store, chain, sequence)
-        except BaseException:  # out of memory, say: the places to write to are copied to the device
+        except BaseException:  # out of memory, say: the locations to write to are copied to the device
             self.pool.release(sequence)
             raise
 
