@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.caches import figures, open_cache, prefill
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.sequence import CachedSequence

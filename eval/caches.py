@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shadowkv.engine.prefill import prefill as steps_of_prefill
-from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
+from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.inspection import diagnostics
 from shadowkv.kvcache.memory.arenas import Blocks

@@ -11,7 +11,7 @@ import torch
 
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval import ablations
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails

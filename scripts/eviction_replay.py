@@ -23,14 +23,9 @@ from types import SimpleNamespace
 
 import torch
 
-from shadowkv.cache.eviction import POLICIES, Eviction
-from shadowkv.cache.host import HostTier
-from shadowkv.cache.key import origin
-from shadowkv.cache.pages import PageNames
-from shadowkv.cache.prefix_cache import PrefixCache, Prompt
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Scheduler
+from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -38,6 +33,10 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
+from shadowkv.prefix_cache.cache import PrefixCache, Prompt
+from shadowkv.prefix_cache.copies.host import HostTier
+from shadowkv.prefix_cache.device.eviction import POLICIES, Eviction
+from shadowkv.prefix_cache.page_names import PageNames, origin
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
 """Pages of the system prompt, of a document (from, to), and of a question with the preceding answer."""

@@ -19,8 +19,7 @@ from format_distortion import distortions
 from sweep_rows import BYTES, DISTORTION, FIDELITY, RULER, THROUGHPUT, Kind, Rows
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.devices import device_of
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import device_of, load_from_config
 from shadowkv.eval.__main__ import main as evaluate
 from shadowkv.eval.fidelity.measured import of_policy, read_measured
 from shadowkv.eval.fidelity.report import FIGURES, over_prompts

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.cache.files import TEMPORARY, SnapshotFile
-from shadowkv.cache.inventory import Inventory
-from shadowkv.cache.pages import PageNames
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
+from shadowkv.prefix_cache.disk.inventory import Inventory
+from shadowkv.prefix_cache.page_names import PageNames
 
 
 @dataclass(frozen=True)

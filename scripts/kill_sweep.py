@@ -37,11 +37,11 @@ from soak_answer import Answer, compare
 from soak_client import Lost, SoakClient
 from soak_server import start_server, stop_server
 
-from shadowkv.cache.files import TEMPORARY
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.prefix_cache.disk.files import TEMPORARY
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12

@@ -183,7 +183,9 @@ METHODS = (
         ("cpu/quantised_matmul.h",),
         ("ops/test_quantised_blocks.py", "models/test_gguf_blocks.py"),
     ),
-    Method("sampling of tokens", ("engine/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)),
+    Method(
+        "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)
+    ),
 )
 
 

@@ -28,8 +28,8 @@ from mass_left_out import left_out
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval import ruler
 from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance

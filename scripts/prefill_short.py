@@ -10,7 +10,7 @@ from sweep_engine import ENGINE, about, config_of, opened, random_prompt, second
 from sweep_rows import Rows
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.request import Request, TokenLogprobs
-from shadowkv.engine.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.eval.fidelity.texts import read_prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.prefill.sparse import BlockHook
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks

@@ -43,9 +43,9 @@ from sweep_engine import (
 )
 from sweep_rows import REUSE, Rows
 
-from shadowkv.cache.eviction import POLICIES
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.prefix_cache.device.eviction import POLICIES
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace", "copies")
 COMPARED = ("shared", "one-by-one", "trace")

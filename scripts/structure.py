@@ -17,9 +17,9 @@ INTRODUCTION = """# Structure
 
 How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
 → `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
-Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`, `kvcache ← cache ← engine`,
-`serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too there are no circles
-(`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
+Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
+`kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
+there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
 `models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`: links in `shadowkv/` lead to them.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages

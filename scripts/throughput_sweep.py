@@ -33,8 +33,8 @@ from throughput_plots import plot
 
 from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.sizing import largest_batch
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.startup.sizing import largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.presets import POLICY_HELP, preset

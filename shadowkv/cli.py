@@ -19,6 +19,9 @@ COMMANDS = {
     "cache": "list, verify, prune, export and import cached prompts on disk",
 }
 
+PACKAGES = {"cache": "prefix_cache"}
+"""Packages of commands that have another name."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
@@ -33,5 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=SUPPRESS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
-    code: int = import_module(f"shadowkv.{command}.__main__").main(arguments[1:])
+    code: int = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__").main(arguments[1:])
     return code

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.caches import figures, open_cache, prefill
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.sequence import CachedSequence

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.devices import device_of
+from shadowkv.engine.startup.loading import device_of
 from shadowkv.wording import OutOfMemory, SettingsError, counted
 
 

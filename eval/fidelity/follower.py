@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.caches import figures, open_cache_as
 from shadowkv.eval.fidelity.attention import AttentionLoss
 from shadowkv.eval.fidelity.exact_tails import ExactTails

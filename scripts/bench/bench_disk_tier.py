@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shadowkv.cache.files import READ_BLOCK, SnapshotFile, write_snapshot
-from shadowkv.cache.head import Head
-from shadowkv.cache.key import CacheKey, snapshot_name
-from shadowkv.cache.workers import Workers
+from shadowkv.prefix_cache.disk.files import READ_BLOCK, SnapshotFile, write_snapshot
+from shadowkv.prefix_cache.disk.head import Head
+from shadowkv.prefix_cache.disk.workers import Workers
+from shadowkv.prefix_cache.page_names import CacheKey, snapshot_name
 
 LAYERS = 32
 TOKENS = 4096

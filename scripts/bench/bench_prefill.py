@@ -22,7 +22,7 @@ import torch
 from harness import open_cache
 from torch import Tensor
 
-from shadowkv.engine.sizing import prefill_bytes, storing_bytes
+from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache

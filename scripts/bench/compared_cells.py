@@ -116,7 +116,7 @@ def open_sweep(kv: str, context: int, share: float) -> Timing:
 def load_llama() -> Any:
     """The model of the sweeps."""
     from shadowkv.engine.config import EngineConfig
-    from shadowkv.engine.loading import load_from_config
+    from shadowkv.engine.startup.loading import load_from_config
 
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))

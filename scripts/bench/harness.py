@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks

@@ -13,18 +13,18 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from shadowkv.cache.errors import ComputedTwice, DiskTooSlow, NotDone
-from shadowkv.cache.saves import Answer, Saved, Saves, settle
-from shadowkv.cache.segments import PrefixSegment
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
-from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.protocol import Answer, ComputedTwice, DiskTooSlow, NotDone, Saved, settle
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

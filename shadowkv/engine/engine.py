@@ -7,36 +7,44 @@ running sequence; requests join and leave between any two steps.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shadowkv.cache.saves import Saves
-from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.decode_steps import Chosen, DecodeSteps, Selected
-from shadowkv.engine.detokenizer import Detokenizer
-from shadowkv.engine.devices import current, device_of
-from shadowkv.engine.loading import graphs_up_to, load_engine_parts
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.prefills import PrefillAtWork, Prefills
-from shadowkv.engine.prefix_caching import check_disk_dir, open_prefix_cache
-from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.request import Detokenizer, Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.request_factory import RequestFactory
-from shadowkv.engine.runner import Runner
-from shadowkv.engine.sampling_defaults import checked, in_words, sampling_of_directory
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.scheduling.decode_steps import Chosen, DecodeSteps, Selected
+from shadowkv.engine.scheduling.prefill_queue import PrefillAtWork, PrefillQueue
+from shadowkv.engine.scheduling.scheduler import Running, Scheduler
+from shadowkv.engine.startup.loading import (
+    checked_defaults,
+    current,
+    defaults_in_words,
+    device_of,
+    graphs_up_to,
+    load_engine_parts,
+    sampling_of_directory,
+)
+from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_prefix_cache
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.wording import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -113,11 +121,11 @@ class Engine:
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.sampling_defaults = checked(loaded.sampling if asked is None else asked)
-        self.notes += in_words(self.sampling_defaults)
+        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked)
+        self.notes += defaults_in_words(self.sampling_defaults)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
-        self.prefills = Prefills(self.runner, self.scheduler)
+        self.prefill_queue = PrefillQueue(self.runner, self.scheduler)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
@@ -156,11 +164,11 @@ class Engine:
 
         Raises RequestError if the request's id is in use, ValueError if the sequence is not the prompt's.
         """
-        wanted = len(request.prompt_token_ids), request.capacity
-        if (sequence.length, sequence.capacity) != wanted:
+        expected = len(request.prompt_token_ids), request.capacity
+        if (sequence.length, sequence.capacity) != expected:
             raise ValueError(
                 f"a sequence of {sequence.length} tokens with room for {sequence.capacity} is none of a prompt of "
-                f"{wanted[0]} that may grow to {wanted[1]}"
+                f"{expected[0]} that may grow to {expected[1]}"
             )
         self._open(request)
         running = Running(request, sequence)
@@ -177,7 +185,7 @@ class Engine:
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:
             self.scheduler.finish(running, keep=False)
-        elif (prefill := self.prefills.of(request_id)) is not None:
+        elif (prefill := self.prefill_queue.of(request_id)) is not None:
             self._aborted.add(request_id)
             if all(r.request.request_id in self._aborted for r in prefill.rows):
                 self._drop_prefill(prefill)
@@ -185,12 +193,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self.prefills.at_work)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.prefill_queue.at_work)
 
     @property
     def num_running(self) -> int:
         """Requests that own a sequence."""
-        return len(self.scheduler.running) + self.prefills.num_requests
+        return len(self.scheduler.running) + self.prefill_queue.num_requests
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
@@ -204,8 +212,8 @@ class Engine:
         """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         with current(self.device):
-            self.prefills.start()
-            if self.prefills.at_work:
+            self.prefill_queue.start()
+            if self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
@@ -240,9 +248,9 @@ class Engine:
             gap = QUEUED_TOKEN_GAP if queued else TOKEN_GAP
             seconds = max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
         try:
-            ended = self.prefills.advance(seconds)
+            ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
-            dropped = self._drop_prefill(self.prefills.at_work[-1])
+            dropped = self._drop_prefill(self.prefill_queue.at_work[-1])
             if not isinstance(error, Exception):
                 raise
             message = _explain(error)
@@ -252,26 +260,26 @@ class Engine:
     def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
-        new = sum(len(one.request.prompt_token_ids) - one.request.cached_tokens for one in done)
+        new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
-        rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
-        for one in done:
-            if one.request.request_id in self._aborted:
-                self.scheduler.finish(one, keep=False)
+        rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]
+        for running in done:
+            if running.request.request_id in self._aborted:
+                self.scheduler.finish(running, keep=False)
         self._forget_aborted(prefill)
         kept = [done[row] for row in rows]
-        chosen = self.runner.sampler.sample(logits[rows], [one.request for one in kept])
+        chosen = self.runner.sampler.sample(logits[rows], [running.request for running in kept])
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
-        self.prefills.drop(prefill)
-        wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
+        self.prefill_queue.drop(prefill)
+        requests = [running.request for running in prefill.rows if running.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
-        return wanted
+        return requests
 
     def _forget_aborted(self, prefill: PrefillAtWork) -> None:
-        self._aborted.difference_update(one.request.request_id for one in prefill.rows)
+        self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
     def _decode(self) -> list[RequestOutput]:
         try:
@@ -295,24 +303,24 @@ class Engine:
         selected: Selected | None = None,
     ) -> list[RequestOutput]:
         tokens, logprobs, finite = chosen
-        alive = {id(one) for one in self.scheduler.running}
+        alive = {id(running) for running in self.scheduler.running}
         outputs = []
-        for row, one in enumerate(rows):
-            if id(one) not in alive:
+        for row, running in enumerate(rows):
+            if id(running) not in alive:
                 continue  # ended while the step was in flight
             if not finite[row]:
-                outputs.append(self._fail(one, "the model's logits are not finite (NaN or infinity)"))
+                outputs.append(self._fail(running, "the model's logits are not finite (NaN or infinity)"))
                 continue
             try:
-                scores = None if hidden is None else self._score(one.request, hidden[row])
-                output = self._take_token(one, tokens[row], logprobs[row])
+                scores = None if hidden is None else self._score(running.request, hidden[row])
+                output = self._take_token(running, tokens[row], logprobs[row])
                 if scores is not None:
                     output = replace(output, prompt_logprobs=scores)
-                if one.request.params.return_selections:
+                if running.request.params.return_selections:
                     output = replace(output, selections=[(selected or {}).get(row)] * len(output.token_ids))
                 outputs.append(output)
             except Exception as error:  # the others continue
-                outputs.append(self._fail(one, _explain(error)))
+                outputs.append(self._fail(running, _explain(error)))
         return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
@@ -381,3 +389,27 @@ def _explain(error: Exception) -> str:
         raise error
     logger.error("requests failed", exc_info=error)
     return f"internal error ({type(error).__name__}); the log has the details"
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Within, a Ctrl-C takes effect when the yielded function is called, or at the end: in the middle of a step of an
+    engine it would leak pages and slots."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # nothing to raise here
+        return
+    pending: list[Any] = []
+
+    def deliver() -> None:
+        if pending:
+            signum, frame = pending.pop()
+            pending.clear()
+            handler(signum, frame)
+
+    try:
+        signal.signal(signal.SIGINT, lambda signum, frame: pending.append((signum, frame)))
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        deliver()

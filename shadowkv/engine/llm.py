@@ -12,8 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.engine import Engine
-from shadowkv.engine.interrupts import interrupts_deferred
+from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import TokenSelections
@@ -79,8 +78,8 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams(**self.engine.sampling_defaults)] * len(ids)
         requests = [
-            self.engine.request(f"prompt-{next(self._numbers)}", tokens, one)
-            for tokens, one in zip(ids, params, strict=True)
+            self.engine.request(f"prompt-{next(self._numbers)}", tokens, request_params)
+            for tokens, request_params in zip(ids, params, strict=True)
         ]
         answers = {request.request_id: Completion(request.prompt_token_ids) for request in requests}
         with interrupts_deferred() as interruptible:

@@ -1,17 +1,18 @@
-"""A request on its way through the engine, and what the engine reports about it."""
+"""A request on its way through the engine, its text as tokens arrive, and what the engine reports about it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from shadowkv.cache.matches import Prompt
-    from shadowkv.engine.constraint import Constraint
+    from torch import Tensor
+
     from shadowkv.engine.selections import TokenSelections
+    from shadowkv.prefix_cache.device.matches import Prompt
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,20 @@ class RequestOutput:
     selections: list[TokenSelections | None] | None = None
 
 
+class Constraint(Protocol):
+    """Which tokens may come next in a request's answer, as far as it has come."""
+
+    def mask(self, logits: Tensor) -> None:
+        """Sets the logits [V] of tokens that may not come next to -inf, in place."""
+
+    def accept(self, token: int) -> bool:
+        """Accepts the chosen token; False if it may not come next."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more may follow."""
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt to be continued.
@@ -106,3 +121,56 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class DecodeStream(Protocol):
+    """Text of tokens one by one; never half a character."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """Text of one request. What might be the start of a stop string is held back until it is known not to be."""
+
+    def __init__(self, stream: DecodeStream, stop: tuple[str, ...]) -> None:
+        self._stream, self._stop = stream, stop
+        self._held = ""
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete: ``stop_string``."""
+        return self.stop_string is not None
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain after one more token; sets ``stopped`` when a stop string is complete."""
+        return self._release(self._stream.push(token_id))
+
+    def finish(self) -> str:
+        """The rest of the text, when generation has ended for another reason."""
+        if self.stopped:
+            return ""
+        text = self._release(self._stream.flush())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        ends = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if ends:
+            place, self.stop_string = min(ends)
+            self._held = ""
+            return text[:place]
+        keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
+        for length in range(min(len(text), len(stop) - 1), 0, -1):
+            if stop.startswith(text[-length:]):
+                return length
+        return 0

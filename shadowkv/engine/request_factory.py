@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from shadowkv.cache.matches import Prompt
-from shadowkv.cache.pages import PageNames
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.grammar import GrammarCompiler
-from shadowkv.engine.prefix_caching import Origin
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduler import Scheduler
+from shadowkv.engine.scheduling.scheduler import Scheduler
+from shadowkv.engine.startup.prefix_cache import Origin
+from shadowkv.engine.structured.grammar import GrammarCompiler
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
+from shadowkv.prefix_cache.device.matches import Prompt
+from shadowkv.prefix_cache.page_names import PageNames
 
 
 class RequestFactory:

@@ -15,9 +15,8 @@ from contextlib import closing
 import torch
 from tqdm import tqdm
 
-from shadowkv.engine.engine import Engine
-from shadowkv.engine.interrupts import interrupts_deferred
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.engine import Engine, interrupts_deferred
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure

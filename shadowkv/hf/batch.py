@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks

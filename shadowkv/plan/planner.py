@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.engine.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
+from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, model_validator
 
-from shadowkv.cache.save_name import SAVE_NAME, check_save_name
+from shadowkv.prefix_cache.protocol import SAVE_NAME, check_save_name
 from shadowkv.serve.body import Body, Name, Text, refusal, wrong
 from shadowkv.serve.messages import Conversation, Turns
 from shadowkv.serve.prompts import TokenPrompt, Tokens, prompts_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve.answers import RestoredPrompt, SavedPrompt
 from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.cache_protocol import RestoreRequest, SaveRequest

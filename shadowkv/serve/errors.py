@@ -6,9 +6,9 @@ import logging
 
 from fastapi.responses import JSONResponse
 
-from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
+from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.merge import DeadlineExceeded
 from shadowkv.serve.request_record import current_record

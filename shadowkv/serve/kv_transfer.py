@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shadowkv.engine.handovers import receive, send
 from shadowkv.engine.request import Request
-from shadowkv.engine.transfers import receive, send
 from shadowkv.serve.kv_transfer_protocol import KVTransferParams
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shadowkv.cache.snapshot_name import SNAPSHOT_NAME
+from shadowkv.prefix_cache.protocol import SNAPSHOT_NAME
 from shadowkv.serve.body import Body
 from shadowkv.serve.limits import MAX_SNAPSHOTS
 

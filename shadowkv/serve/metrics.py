@@ -16,8 +16,8 @@ from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.engine.request import RequestError, RequestOutput
 
 if TYPE_CHECKING:
-    from shadowkv.cache.stats import TierStats
     from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.prefix_cache.stats import TierStats
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
 REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from shadowkv.engine.json_schema import MAX_SCHEMA_CHARS
+from shadowkv.engine.structured.json_schema import MAX_SCHEMA_CHARS
 
 ANY_OBJECT = '{"type": "object"}'
 

@@ -97,7 +97,7 @@ def load_engines(config: EngineConfig, compare: str | None) -> list[AsyncEngine]
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help needs no PyTorch, which takes seconds.
     from shadowkv.engine.async_engine import AsyncEngine
-    from shadowkv.engine.loading import load_from_config
+    from shadowkv.engine.startup.loading import load_from_config
     from shadowkv.layers.group import RankFailure
 
     if compare is None:

@@ -11,7 +11,7 @@ from tiny_llama import write_config
 from shadowkv import LLM
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.models.loader import LoadedModel
 
 

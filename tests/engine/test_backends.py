@@ -14,7 +14,7 @@ from test_engine import drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.loading import backend_lines
+from shadowkv.engine.startup.loading import backend_lines
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.registry import Ops

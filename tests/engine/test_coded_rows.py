@@ -9,7 +9,7 @@ import torch
 from session import Session
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.presets import CACHE_DTYPES, preset
 from shadowkv.models.loader import LoadedModel
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shadowkv.engine import crossover
-from shadowkv.engine.crossover import COSTS, dense_below
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.startup import crossover
+from shadowkv.engine.startup.crossover import COSTS, dense_below
 from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout

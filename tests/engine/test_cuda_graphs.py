@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.cuda_graphs import _no_garbage_collection
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution.cuda_graphs import _no_garbage_collection
 from shadowkv.kvcache.decode.planning import round_up
 from shadowkv.kvcache.presets import PRESETS
 from shadowkv.kvcache.sequences.sequence import CachedSequence

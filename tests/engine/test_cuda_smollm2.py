@@ -9,7 +9,7 @@ from test_smollm2 import chat, filler
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.catalogue import cache_dir
 from shadowkv.models.loader import LoadedModel

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.engine.detokenizer import Detokenizer
+from shadowkv.engine.request import Detokenizer
 
 
 class Pieces:

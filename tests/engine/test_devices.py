@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.devices import current, device_of
+from shadowkv.engine.startup.loading import current, device_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import RequestError, RequestOutput
 from shadowkv.kvcache.memory.arenas import Blocks
 
@@ -147,9 +147,9 @@ def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> Non
 def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
     taken = make(**settings).stats().tiers["host"].total_bytes
-    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken)
+    monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken)
     make(**settings)
-    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken - 1)
+    monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken - 1)
     with pytest.raises(MemoryError, match=r"take \d+\.\d+ MiB of host memory, \d+\.\d+ MiB are free\. Lower host"):
         make(**settings)
 
@@ -164,7 +164,7 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
     engine.add_request("victim", prompt(2, 1500), SamplingParams(max_tokens=60, ignore_eos=True))
     seen = engine.step()
     if when == "prefilling":
-        assert [r.request.request_id for r in engine.prefills.at_work[0].rows] == ["victim"]
+        assert [r.request.request_id for r in engine.prefill_queue.at_work[0].rows] == ["victim"]
     while when == "decoding" and not any(output.request_id == "victim" for output in seen):
         seen = engine.step()
     engine.abort("victim")
@@ -180,8 +180,8 @@ def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytes
     small_blocks(monkeypatch, 50)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine.prefills.start()
-    next(engine.prefills.at_work[0].steps)
+    engine.prefill_queue.start()
+    next(engine.prefill_queue.at_work[0].steps)
     engine.abort("b")
     outputs = drain(engine)
     assert set(outputs) == {"a", "c"}
@@ -338,8 +338,8 @@ def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> No
     engine = make(kv="full")
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine.prefills.start()
-    next(engine.prefills.at_work[0].steps)
+    engine.prefill_queue.start()
+    next(engine.prefill_queue.at_work[0].steps)
     engine.abort("b")
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("b", prompt(3, 40), GREEDY)

@@ -11,8 +11,8 @@ import torch
 from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, tokens
 
 from shadowkv import SamplingParams
-from shadowkv.engine import cuda_graphs
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.request import RequestError
 
 
@@ -39,7 +39,7 @@ def test_a_prefill_that_fails_ends_its_requests_alone(make: Any, aborted: bool) 
     engine.add_request("a", prompt(1, 100), GREEDY)
     engine.add_request("b", prompt(2, 900), GREEDY)
     fail_next_prefill(engine, aborted, MemoryError("no room for /secret/path"))
-    engine.prefills.start()
+    engine.prefill_queue.start()
     if aborted:
         engine.abort("b")
     outputs = drain(engine)
@@ -120,8 +120,8 @@ def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monk
     )
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
-    engine.prefills.start()
-    next(engine.prefills.at_work[0].steps)
+    engine.prefill_queue.start()
+    next(engine.prefill_queue.at_work[0].steps)
     engine.abort("a")
     outputs = drain(engine)
     assert scored == [prompt(2, 40)] and set(outputs) == {"b"}

@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.grammar import GrammarCompiler
-from shadowkv.engine.json_schema import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH, MAX_SCHEMA_STATES, check_schema, unrolled
 from shadowkv.engine.request import RequestError
+from shadowkv.engine.structured.grammar import GrammarCompiler
+from shadowkv.engine.structured.json_schema import (
+    MAX_SCHEMA_CHARS,
+    MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_STATES,
+    check_schema,
+    unrolled,
+)
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 
 SCHEMA = {

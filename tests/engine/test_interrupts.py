@@ -14,7 +14,7 @@ from test_engine import assert_empty, prompt
 
 import shadowkv
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.interrupts import interrupts_deferred
+from shadowkv.engine.engine import interrupts_deferred
 
 FOLDERS = tuple(str(Path(shadowkv.__file__).parent / name) for name in ("engine", "kvcache"))
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -51,7 +51,7 @@ def both_at_work(engine: Engine) -> None:
 
 
 def names(engine: Engine) -> list[list[str]]:
-    return [[row.request.request_id for row in one.rows] for one in engine.prefills.at_work]
+    return [[row.request.request_id for row in one.rows] for one in engine.prefill_queue.at_work]
 
 
 def alone(make: Any, ids: list[int], **options: Any) -> list[int]:
@@ -96,7 +96,7 @@ def test_a_next_turn_of_few_new_tokens_overtakes_too(make: Any) -> None:
 
 
 def test_the_long_prefill_gets_half_of_the_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.engine.prefills.Stopwatch", Pieces)
+    monkeypatch.setattr("shadowkv.engine.scheduling.prefill_queue.Stopwatch", Pieces)
     engine, pieces, number = make(kv="full", max_num_seqs=8), {"long": 0, "short": 0}, 0
     once = SamplingParams(max_tokens=1)
     engine.add_request("long", LONG, once)
@@ -104,7 +104,7 @@ def test_the_long_prefill_gets_half_of_the_time(make: Any, monkeypatch: pytest.M
         while len(engine.scheduler.waiting) < 3:
             engine.add_request(str(number), prompt(number, 40), once)
             number += 1
-        at_work = engine.prefills.at_work
+        at_work = engine.prefill_queue.at_work
         outputs = engine.step()
         if any(output.request_id == "long" for output in outputs):
             break
@@ -224,7 +224,7 @@ def test_ctrl_c_while_both_are_at_work(make: Any, tiny: Path, monkeypatch: pytes
             if where == "between steps":
                 signal.raise_signal(signal.SIGINT)
             else:
-                one = llm.engine.prefills.at_work[("long", "short").index(where)]
+                one = llm.engine.prefill_queue.at_work[("long", "short").index(where)]
                 one.steps.close()
                 one.steps = iter_raising()
         return outputs
@@ -246,13 +246,13 @@ def iter_raising() -> Any:
 
 
 def test_prefill_stops_before_a_piece_would_be_too_much(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.engine.prefills.Stopwatch", Pieces)
+    monkeypatch.setattr("shadowkv.engine.scheduling.prefill_queue.Stopwatch", Pieces)
     engine = make(kv="full")
     engine.add_request("long", LONG, GREEDY)
-    engine.prefills.start()
-    (one,) = engine.prefills.at_work
+    engine.prefill_queue.start()
+    (one,) = engine.prefill_queue.at_work
     for seconds, pieces in ((0.0, 1), (1.0, 1), (5.0, 4), (5.5, 5)):
-        assert engine.prefills.advance(seconds) is None
+        assert engine.prefill_queue.advance(seconds) is None
         assert one.watch.seconds == pieces
     engine.abort("long")
     assert_empty(engine)
@@ -288,13 +288,13 @@ def test_gaps_are_longer_only_while_a_prompt_waits_that_could_run(
     engine.add_request("first", SHORT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
     while not engine.scheduler.running:
         engine.step()
-    given, advance = [], engine.prefills.advance
+    given, advance = [], engine.prefill_queue.advance
 
     def a_piece(seconds: float) -> Any:
         given.append(seconds)
         return advance(0.0)
 
-    monkeypatch.setattr(engine.prefills, "advance", a_piece)
+    monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
     engine.add_request("long", LONG, GREEDY)
     engine.add_request("next", prompt(4, 1500), GREEDY)
     engine.step()

@@ -9,11 +9,11 @@ import torch
 from test_faults import Graph, with_graphs
 
 from shadowkv import SamplingParams
-from shadowkv.engine import pacing
-from shadowkv.engine.pacing import Mark, Stopwatch
-from shadowkv.engine.prefill import BLOCK_TOKENS
-from shadowkv.engine.prefills import Prefills
-from shadowkv.engine.runner import kinds
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.runner import kinds
+from shadowkv.engine.scheduling import pacing
+from shadowkv.engine.scheduling.pacing import Mark, Stopwatch
+from shadowkv.engine.scheduling.prefill_queue import PrefillQueue
 from shadowkv.kvcache.decode.batch import DecodePlan
 
 
@@ -130,7 +130,7 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
             self.seconds += self.piece
             return self.seconds
 
-    monkeypatch.setattr("shadowkv.engine.prefills.Stopwatch", Watch)
+    monkeypatch.setattr("shadowkv.engine.scheduling.prefill_queue.Stopwatch", Watch)
     engine = with_graphs(make(kv="full"), monkeypatch, Graph)
     monkeypatch.setitem(BLOCK_TOKENS, engine.device.type, 64)
     graphs, steps, prepared = engine.runner.graphs, [], []
@@ -150,7 +150,7 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     engine.add_request("a", [5] * 20, params)
     engine.step()
     engine.add_request("b", [6] * 900, params)
-    monkeypatch.setattr(engine.prefills, "advance", lambda _: Prefills.advance(engine.prefills, 0.08))
+    monkeypatch.setattr(engine.prefill_queue, "advance", lambda _: PrefillQueue.advance(engine.prefill_queue, 0.08))
     while engine.has_work:
         engine.step()
     joined, slow = next((key, slow) for key, slow in steps if key[0] == 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shadowkv.engine import prefill as prefills
+from shadowkv.engine.execution import prefill as prefills
 
 
 @pytest.fixture(params=["full", "quest", "shadowkv"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shadowkv.engine.prefix_caching import cache_key
+from shadowkv.engine.startup.prefix_cache import cache_key
 from shadowkv.wording import SettingsError
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from allocations import peak_bytes
 
-from shadowkv.engine import sizing
-from shadowkv.engine.prefill import BLOCK_TOKENS
-from shadowkv.engine.sizing import prefill_bytes, storing_bytes
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.startup import sizing
+from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks

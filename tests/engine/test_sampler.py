@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from shadowkv.engine.execution.sampler import Sampler, _uniform
 from shadowkv.engine.request import Request
-from shadowkv.engine.sampler import Sampler, _uniform
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
 from shadowkv.ops.registry import Ops
 

@@ -105,7 +105,7 @@ def test_what_the_disk_refused_is_written_when_it_is_used_again(
         raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shadowkv.cache.writer.write_snapshot", full)
+        patch.setattr("shadowkv.prefix_cache.disk.writer.write_snapshot", full)
         ask(engine, question(2))
         settle(engine)
     assert not list(tmp_path.glob("*.safetensors"))

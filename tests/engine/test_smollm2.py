@@ -13,7 +13,7 @@ from session import Session
 from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.eval.caches import prefill_all
 from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.kvcache.presets import preset

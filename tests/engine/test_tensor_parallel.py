@@ -25,11 +25,11 @@ from shadowkv import SamplingParams
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.driver import DriverRunner
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.worker import Worker
 from shadowkv.engine.request import RequestOutput
-from shadowkv.engine.runner import Runner
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure

@@ -180,14 +180,14 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
         ask(engine, prompt(length, length) + answer + prompt(1, 30))
         settle(engine)
         lower = engine.scheduler.prefix_cache.lower
-        sizes = [node.copy.header.layer_bytes for node in lower.copies.nodes]
+        sizes = [copy.header.layer_bytes for copy in lower.copies.of.values()]
         assert max(sizes) <= engine.cache.layout.snapshot_layer_bytes(2048)
         if length == 2000:
             assert engine.cache.layout.snapshot_layer_bytes(2048) < 2 * max(sizes)
 
 
 def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 2**30 - 1)
+    monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: 2**30 - 1)
     told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 GiB are free\. {} kv_offload_gib$"
     with pytest.raises(MemoryError, match=told.format("Lower")):
         make(kv="full", kv_offload_gib=1.0)
@@ -195,9 +195,9 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, mon
         make(kv="full", kv_disk_dir=str(tmp_path))
     settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
     taken = make(**settings).stats().tiers["host"].total_bytes
-    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26)
+    monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken + 2**26)
     make(**settings, kv_offload_gib=0.0625)
-    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26 - 1)
+    monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken + 2**26 - 1)
     told = r"are free beside the 64\.00 MiB for copies of cached prompts\. Lower host_memory_gib or kv_offload_gib"
     with pytest.raises(MemoryError, match=told):
         make(**settings, kv_offload_gib=0.0625)

@@ -19,25 +19,25 @@ from test_prefix_cache import DOCUMENT, fresh
 from test_tiers import ask
 from tiers import assert_nothing_left, evict_device, evict_host, settle
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))
+sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
 
 from shadowkv import LLM
-from shadowkv.cache.chains import RETRY_SECONDS
-from shadowkv.cache.filesystem import FileSystem
 from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.scheduler import Leader, Sharing
+from shadowkv.engine.scheduling.scheduler import Leader, Sharing
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
+from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
 
 QUESTION = DOCUMENT + prompt(2, 100)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, disk: Any) -> None:
     """Engines made from now on reach the disk so."""
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -154,8 +154,8 @@ def test_a_disk_that_hangs_is_not_waited_for(make: Any, tmp_path: Path, monkeypa
     while engine.scheduler.prefix_cache.opening:
         pass
     disk.go_on.clear()
-    monkeypatch.setattr("shadowkv.cache.speeds.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
-    monkeypatch.setattr("shadowkv.cache.chains.FETCH_SECONDS", 1.0)
+    monkeypatch.setattr("shadowkv.prefix_cache.copies.speeds.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
+    monkeypatch.setattr("shadowkv.prefix_cache.copies.chains.FETCH_SECONDS", 1.0)
     began = time.monotonic()
     engine.add_request("x", QUESTION, GREEDY)
     outputs = drain(engine)
@@ -224,7 +224,8 @@ def out_of_pages(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "place", ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "cache.moving.Mover.up"]
+    "place",
+    ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "prefix_cache.copies.mover.Mover.up"],
 )
 @pytest.mark.parametrize("fault", [no_memory, out_of_pages, broken])
 def test_what_fails_between_tiers_costs_no_request(
@@ -265,7 +266,7 @@ def test_what_is_restored_is_given_back_where_its_places_cannot_be_told(
 
 def test_what_is_not_copied_when_an_engine_ends_is_let_go(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full", kv_offload_gib=0.0625)
-    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.copying, "advance", lambda most: None)
+    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.offload, "advance", lambda limit: None)
     ask(engine, QUESTION)
     evict_device(engine)
     assert engine.cache.free != engine.cache.total

@@ -23,7 +23,7 @@ import json, random, sys
 sys.path.append("tests/engine")
 from test_engine import GREEDY
 from test_tiers_killed import question
-from shadowkv.cache.speeds import Speeds
+from shadowkv.prefix_cache.copies.speeds import Speeds
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 

@@ -13,7 +13,7 @@ from test_tiers import ask
 from test_tiers_faults import QUESTION, filled, on
 from tiers import assert_consistent, assert_nothing_left, evict_device, evict_host, settle
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))
+sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import HeldDisk
 

@@ -92,17 +92,17 @@ def test_small_engines(make: Any, caplog: pytest.LogCaptureFixture, options: dic
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.LogCaptureFixture, number: int) -> None:
     engine = make(kv="shadowkv")
-    start = engine.prefills.start
+    start = engine.prefill_queue.start
     calls = []
 
     def starts() -> None:
-        if engine.scheduler.waiting and not engine.prefills.at_work:  # on a slow machine one takes several steps
+        if engine.scheduler.waiting and not engine.prefill_queue.at_work:  # on a slow machine one takes several steps
             calls.append(1)
             if len(calls) == number + 1:
                 fail_next_prefill(engine, 1, MemoryError("none left"))
         start()
 
-    engine.prefills.start = starts
+    engine.prefill_queue.start = starts
     use_everything_once(engine)
     assert len(calls) == number + 1
     assert any("warm-up ended early" in record.getMessage() for record in caplog.records)

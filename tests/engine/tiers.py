@@ -26,9 +26,9 @@ def evict_device(engine: Engine) -> None:
 def evict_host(engine: Engine, count: int = 10**9) -> None:
     """Drops up to so many copies in host memory that nobody uses."""
     lower = engine.scheduler.prefix_cache.lower
-    for node in list(lower.copies.nodes):
-        if count and node.copy is not None and node.copy.slabs is not None and not node.copy.users:
-            lower.copies.leave_host(node)
+    for copy in list(lower.copies.of.values()):
+        if count and copy.slabs is not None and not copy.users:
+            copy.leave_host()
             count -= 1
 
 
@@ -37,24 +37,25 @@ def assert_consistent(engine: Engine) -> None:
     cache = engine.scheduler.prefix_cache
     lower, tree = cache.lower, cache._tree
     nodes = list(tree)
-    assert all(node.copy is not None for node in lower.copies.nodes)
-    assert {node for node in nodes if node.copy is not None} == lower.copies.nodes
-    slabs = [slab for node in lower.copies.nodes for slab in node.copy.slabs or ()]
+    copies = lower.copies.of
+    assert all(copy.node is node for node, copy in copies.items())
+    assert {node for node in nodes if node.copied} == copies.keys()
+    slabs = [slab for copy in copies.values() for slab in copy.slabs or ()]
     host = lower.copies.host
     assert sorted(slabs + host._free) == list(range(host.num_slabs))
-    at_work = [] if lower.copying.job is None else [lower.copying.job.node]
-    arriving = [node for one in lower.chains.arriving for node in one[2]]
+    at_work = [] if lower.offload.job is None else [lower.offload.job.copy]
+    arriving = [copy for chain in lower.chains.arriving for copy in chain.copies]
     for node in nodes:
-        assert node.holders or node.children or node.copy is not None
+        assert node.holders or node.children or node.copied
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
-        assert all(end <= node.end and node in tree.way_of(sequence) for sequence, end in node.holders.items())
-        if (copy := node.copy) is not None:
-            uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(node) + arriving.count(node)
-            assert copy.users == uses + cache._lookups.uses[node]
+        assert all(end <= node.end and node in tree.path_of(sequence) for sequence, end in node.holders.items())
+        if (copy := copies.get(node)) is not None:
+            uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(copy) + arriving.count(copy)
+            assert copy.users == uses + cache._lookups.uses[copy]
             assert copy.header.length == 64 * node.end
-    for sequence, way in tree._ways.items():
-        assert all(sequence in node.holders for node in way)
-    held = sum(host.slabs_of(node.copy.header.nbytes) for node in cache._lookups.uses)
+    for sequence, path in tree._paths.items():
+        assert all(sequence in node.holders for node in path)
+    held = sum(host.slabs_of(copy.header.nbytes) for copy in cache._lookups.uses)
     assert 2 * held <= host.num_slabs
     assert set(cache._lookups._found) <= {request.prompt for request in engine.scheduler.waiting}
 

@@ -8,7 +8,7 @@ import pytest
 from tiny_llama import write_config
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.models.loader import LoadedModel
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.caches import open_cache_as, prefill
 from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails

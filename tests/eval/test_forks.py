@@ -9,7 +9,7 @@ import pytest
 import torch
 from session import Session
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies

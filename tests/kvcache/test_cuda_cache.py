@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import DEVICE, Stream, decode, prefill, scatter
 
-from shadowkv.engine.cuda_graphs import CudaGraphs
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.arenas import Blocks

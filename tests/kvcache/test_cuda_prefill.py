@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from shadowkv.engine.prefill import BLOCK_TOKENS
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape

@@ -10,8 +10,7 @@ from bad_files import edit_json, write_directory
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.sampling_defaults import checked, sampling_of_directory
+from shadowkv.engine.startup.loading import checked_defaults, load_from_config, sampling_of_directory
 from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
 
 ADVISED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
@@ -45,6 +44,6 @@ def test_what_is_no_number_is_refused(value: Any, model: Path) -> None:
 
 def test_what_no_request_may_ask_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"top_p=0 must be in \(0, 1\]; .*generation_config='vllm'"):
-        checked({"top_p": 0})
+        checked_defaults({"top_p": 0})
     with pytest.raises(ValueError, match="neither 'auto', 'vllm' nor a folder with"):
         sampling_of_directory(str(tmp_path))

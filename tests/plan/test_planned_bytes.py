@@ -8,7 +8,7 @@ import pytest
 import torch
 from allocations import peak_bytes
 
-from shadowkv.engine.sizing import (
+from shadowkv.engine.startup.sizing import (
     LargestBatch,
     block_bytes,
     drawing_bytes,

@@ -19,7 +19,7 @@ from sweep_rows import read
 from tiny_model import tiny_model
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.files import Prediction
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset

@@ -11,7 +11,7 @@ from kill_sweep import Sweep
 from soak_answer import Answer
 from tiny_model import tiny_model
 
-from shadowkv.cache.pages import PageNames
+from shadowkv.prefix_cache.page_names import PageNames
 
 EXPECTED = Answer(["a"], [-0.1], [{"a": -0.1, "b": -3.0}], "length")
 ORIGIN = 40 * "0"

@@ -13,9 +13,9 @@ from mass_left_out import left_out
 from sweep_engine import densities_of
 from tiny_model import tiny_model
 
-from shadowkv.engine import prefill as engine_prefill
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.execution import prefill as engine_prefill
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 

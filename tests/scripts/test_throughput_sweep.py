@@ -12,8 +12,8 @@ from tiny_model import ENGINE, tiny_model
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.sizing import size_cache
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.startup.sizing import size_cache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.plan.planner import Machine, Planner
@@ -57,7 +57,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         machine = Machine(TOTAL / GIB, throughput_sweep.UTILIZATION, host_gib, 1.0, 1.0)
         planner = Planner(loaded.shard, torch.bfloat16, capacity, machine, 0.6, 2.0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))
-        monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 200 * GIB)
+        monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: 200 * GIB)
         count = fitting(args, loaded, kv, context)
         assert count == planner.plan(kv, preset(kv)).largest_batch.both > 1
 

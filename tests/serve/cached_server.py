@@ -70,8 +70,8 @@ class Client:
                 cache.advance(idle=True)
             while cache.evict():
                 pass
-            for node in [node for node in cache.lower.copies.nodes if node.copy.slabs is not None]:
-                cache.lower.copies.leave_host(node)
+            for copy in [copy for copy in cache.lower.copies.of.values() if copy.slabs is not None]:
+                copy.leave_host()
             answer.set_result(None)
 
         asyncio.run(self.engine.ask(forget, 300))

@@ -9,10 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
-from shadowkv.cache.saves import Saved
-from shadowkv.cache.segments import PrefixSegment
-from shadowkv.cache.stats import TierStats
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
@@ -20,6 +16,9 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, UnknownName, UnusableName
+from shadowkv.prefix_cache.stats import TierStats
 
 REPLY = "Hello wörld."
 

@@ -13,7 +13,7 @@ import pytest
 from cached_server import tokens
 from test_serve_errors import error_of
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))
+sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import HeldDisk
 
@@ -117,7 +117,7 @@ def test_a_file_that_was_removed_is_written_once_more(serve: Serve, tmp_path: Pa
 def test_what_two_servers_have_computed_at_once(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, prompt = HeldDisk("write"), tokens(1, 330)
     with serve() as one, monkeypatch.context() as patch:
-        patch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+        patch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
         with serve() as other:
             other.cached(prompt)
             assert disk.reached.wait(300)

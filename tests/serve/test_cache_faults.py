@@ -14,12 +14,12 @@ import pytest
 from cached_server import tokens
 from test_serve_errors import error_of
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))
+sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import BrokenDisk, HeldDisk
 
-from shadowkv.cache.__main__ import main
-from shadowkv.cache.filesystem import FileSystem
+from shadowkv.prefix_cache.__main__ import main
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.serve.settings import ServerSettings
 
 Serve = Callable[..., Any]
@@ -69,7 +69,7 @@ def test_more_than_host_memory_has_room_for(serve: Serve) -> None:
 @pytest.mark.parametrize("held", ["write", "open"])
 def test_a_disk_that_hangs_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch, held: str) -> None:
     disk = HeldDisk()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
     with serve() as client, monkeypatch.context() as patch:
         client.done("/cache/save", name="x", prompt=tokens(1))
         client.forget_above_the_disk()
@@ -97,7 +97,7 @@ def test_a_disk_that_hangs_is_not_waited_for(serve: Serve, monkeypatch: pytest.M
 
 def test_a_request_has_a_limit_of_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
     with serve(ServerSettings(request_timeout=0.5)) as client:
         disk.held = ("open",)
         error = error_of(client.post("/cache/restore", name="x"), 504)
@@ -107,7 +107,7 @@ def test_a_request_has_a_limit_of_time(serve: Serve, monkeypatch: pytest.MonkeyP
 
 def test_the_engine_ends_meanwhile(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
     with serve() as client:
         disk.held = ("open",)
         answers: list[httpx.Response] = []
@@ -146,7 +146,7 @@ def test_it_is_behind_the_key(serve: Serve) -> None:
 
 def test_nobody_waits_for_an_answer_any_more(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
     with serve() as client:
         disk.held = ("open",)
         with pytest.raises(httpx.ReadTimeout):
@@ -159,7 +159,7 @@ def test_nobody_waits_for_an_answer_any_more(serve: Serve, monkeypatch: pytest.M
 
 def test_a_disk_that_could_not_be_read_for_a_while(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FileSystem()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
     with serve() as client:
         client.done("/cache/save", name="x", prompt=tokens(1))
         client.forget_above_the_disk()

@@ -16,7 +16,7 @@ import pytest
 from cached_server import Client, tokens
 from test_serve_errors import error_of
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))
+sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import HeldDisk
 
@@ -91,12 +91,12 @@ def test_snapshots_that_are_late_are_waited_for_and_others_computed(
         text, cached = ask(decode, PROMPT, max_tokens=8, kv_transfer_params=params)
         assert cached == 640 and time.monotonic() - began > 0.5
 
-        monkeypatch.setattr("shadowkv.cache.arrivals.FETCH_SECONDS", 0.3)
+        monkeypatch.setattr("shadowkv.prefix_cache.named.handovers.FETCH_SECONDS", 0.3)
         params["remote_snapshots"] = [40 * "a"]
         began = time.monotonic()
         assert ask(decode, tokens(3), max_tokens=8, kv_transfer_params=params)[1] == 0
         assert 0.3 < time.monotonic() - began < 60
-        assert not decode.engine.engine.scheduler.prefix_cache.lower.arrivals.busy
+        assert not decode.engine.engine.scheduler.prefix_cache.lower.handovers.busy
         decode.forget_above_the_disk()
         data = bytearray((tmp_path / "cache" / file).read_bytes())
         data[len(data) // 2] ^= 4
@@ -115,8 +115,8 @@ def test_what_another_policy_has_written_is_not_waited_for(serve: Serve) -> None
 
 def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
-    monkeypatch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
-    monkeypatch.setattr("shadowkv.engine.transfers.SENDING_SECONDS", 0.3)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
+    monkeypatch.setattr("shadowkv.engine.handovers.SENDING_SECONDS", 0.3)
     with serve(role="prefill") as prefill:
         disk.held = ("write",)
         assert prefill.done("/v1/completions", prompt=PROMPT, **SENT)["kv_transfer_params"] is None

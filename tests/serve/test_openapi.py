@@ -9,8 +9,8 @@ import pytest
 from fake_engine import FakeEngine
 from pydantic import BaseModel
 
-from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve import answers
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.api import build_app

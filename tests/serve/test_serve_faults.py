@@ -20,7 +20,7 @@ from test_serve_long_prompts import TRIES, health_waits
 from shadowkv.engine import async_engine
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.json_schema import check_schema
+from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.serve.api import build_app
 
 SECONDS = 300

@@ -11,7 +11,7 @@ from fake_engine import REPLY, FakeEngine
 from replies import events
 from test_serve_errors import error_of
 
-from shadowkv.engine.grammar import GrammarCompiler
+from shadowkv.engine.structured.grammar import GrammarCompiler
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.serve import limits
 from shadowkv.serve.api import build_app

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.devices import device_of
+from shadowkv.engine.startup.loading import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
 from shadowkv.wording import SettingsError
 

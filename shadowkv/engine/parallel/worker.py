@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from shadowkv.engine.devices import current
-from shadowkv.engine.loading import graphs_up_to, load_engine_parts
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.ranks import HERE, Command, rank_device
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.startup.loading import current, graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure, open_group

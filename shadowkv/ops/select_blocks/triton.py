@@ -26,7 +26,7 @@ from shadowkv.ops.select_blocks.reference import (
 SPAN = 32
 """Blocks of keys that a program scores."""
 
-AT_ONCE = 512
+AT_ONCE = 64
 """Blocks of keys that are considered together when drawing."""
 
 
@@ -112,7 +112,7 @@ def draw_blocks(scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: f
     _draw[(tiles, query_heads)](
         scores, attended, indices, counts, weights, n, m, whole if error else n, heads, parts, blocks, error**2, seed,
         GROUP=group, TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS,
-        LOCAL=LOCAL_BLOCKS, LEAST=LEAST_BLOCKS, AT_ONCE=AT_ONCE, FACTORS=FACTORS, HALVINGS=HALVINGS,
+        LOCAL=LOCAL_BLOCKS, LEAST=LEAST_BLOCKS, AT_ONCE=AT_ONCE, FACTORS=FACTORS, HALVINGS=HALVINGS, num_warps=1,
     )  # fmt: skip
     return indices, counts, weights
 
@@ -228,6 +228,20 @@ def _score_attended(
     tl.store(attended + place, peak + tl.log2(total), mask=lives)
 
 
+@triton.jit
+def _add_block(varies, drawn, squared, expected):
+    """Adds blocks' part in the variances of sampled queries and in the number of blocks drawn."""
+    probability = tl.minimum(expected, 1.0)
+    missed = tl.where(expected > 0, 1 / tl.maximum(probability, 1e-30) - 1, 0.0)
+    return varies + squared * missed[:, None], drawn + probability
+
+
+@triton.jit
+def _too_small(varies, drawn, variance, needed):
+    """1 if with a factor some query's variance is above its limit, or too few blocks are drawn, else 0."""
+    return 1 - ((tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks", "seed"])
 def _draw(
     scores, attended, indices, counts, weights, n, m, whole, heads, parts, blocks, variance, seed, GROUP: tl.constexpr,
@@ -245,13 +259,13 @@ def _draw(
     head, member = query_head // GROUP, query_head % GROUP
     rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
     sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
-    step = tl.full([], ROWS, tl.int64) * heads * parts
+    stride = tl.full([], ROWS, tl.int64) * heads * parts
     peak = tl.load(attended + (query_head * tiles + tile) * SAMPLED + sample)
     total = tl.full([SAMPLED], 1.0, tl.float32)
     for start in range(SINK, free_end, AT_ONCE):
         block = start + within
         score = tl.load(
-            scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
+            scores + block[:, None] * stride + rows + sample[None, :], mask=(block < free_end)[:, None],
             other=float("-inf"),
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(score, 0))
@@ -259,25 +273,29 @@ def _draw(
         peak = higher
     norm = peak + tl.log2(total)
     needed = tl.minimum(LEAST, tl.maximum(free_end - SINK, 0)).to(tl.float32) - 1e-3
-    least, most = tl.zeros([], tl.float32), tl.full([], FACTORS, tl.float32)  # log2 of the factor
-    for _ in range(HALVINGS):
-        factor = (least + most) / 2
-        varies = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads once, not for all blocks at once
-        drawn = tl.zeros([AT_ONCE], tl.float32)
+    least, step = tl.zeros([], tl.float32), tl.full([], FACTORS / 4, tl.float32)  # log2 of the factor
+    for _ in range(HALVINGS // 2):  # two halvings at once: scores are read half as often
+        first_factor, factor_ratio = tl.exp2(least + step), tl.exp2(step)
+        varies_1 = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads once, at last
+        drawn_1 = tl.zeros([AT_ONCE], tl.float32)
+        varies_2, drawn_2, varies_3, drawn_3 = varies_1, drawn_1, varies_1, drawn_1
         for start in range(SINK, free_end, AT_ONCE):
             block = start + within
             score = tl.load(
-                scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
+                scores + block[:, None] * stride + rows + sample[None, :], mask=(block < free_end)[:, None],
                 other=float("-inf"),
             )  # fmt: skip
             share = tl.exp2(score - norm[None, :])
-            largest = tl.max(share, 1)
-            probability = tl.minimum(largest * tl.exp2(factor), 1.0)
-            missed = tl.where(largest > 0, 1 / tl.maximum(probability, 1e-30) - 1, 0.0)
-            varies += share * share * missed[:, None]
-            drawn += probability
-        enough = (tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)
-        least, most = tl.where(enough, least, factor), tl.where(enough, factor, most)
+            expected, squared = tl.max(share, 1) * first_factor, share * share
+            varies_1, drawn_1 = _add_block(varies_1, drawn_1, squared, expected)
+            expected *= factor_ratio
+            varies_2, drawn_2 = _add_block(varies_2, drawn_2, squared, expected)
+            expected *= factor_ratio
+            varies_3, drawn_3 = _add_block(varies_3, drawn_3, squared, expected)
+        quarters = _too_small(varies_1, drawn_1, variance, needed) + _too_small(varies_2, drawn_2, variance, needed)
+        least += step * (quarters + _too_small(varies_3, drawn_3, variance, needed))
+        step /= 4
+    most = least + step * 4  # log2 of the factor
     hashed = seed.to(tl.uint32) * 0x9E3779B1 + query_head.to(tl.uint32) * 0x85EBCA77 + first.to(tl.uint32) * 0xC2B2AE3D
     hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
     hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
@@ -288,7 +306,7 @@ def _draw(
         block = start + within
         free = (block >= SINK) & (block < free_end)
         score = tl.load(
-            scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
+            scores + block[:, None] * stride + rows + sample[None, :], mask=free[:, None], other=float("-inf")
         )
         largest = tl.max(tl.exp2(score - norm[None, :]), 1)
         probability = tl.where(free, tl.minimum(largest * tl.exp2(most), 1.0), (block < end).to(tl.float32))

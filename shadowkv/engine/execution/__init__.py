@@ -1,0 +1,1 @@
+"""What runs the model over batches: prefill, decode steps, their CUDA graphs, and the choice of tokens"""

@@ -1,0 +1,186 @@
+"""Runs the model over batches: prefill layer by layer and block by block, decode one token for every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs
+from shadowkv.engine.execution.prefill import pieces, prefill
+from shadowkv.engine.execution.sampler import Sampler, logprobs_of
+from shadowkv.engine.request import TokenLogprobs
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.layers.decoder_layer import DecoderLayer
+from shadowkv.models.decoder import Decoder
+
+Result = TypeVar("Result")
+
+SCORED_TOKENS = 512
+"""Prompt tokens whose logits are held at once."""
+
+
+class Runner:
+    """A model and the cache that its attention reads.
+
+    Args:
+        graphs_up_to: most sequences that decode together, where decode steps are to be CUDA graphs; None runs them
+            eagerly.
+
+    Attributes:
+        sampler: chooses tokens from the logits.
+        chosen: int64 [slots], tokens of the last step that are only on the device; written by whatever chooses them.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
+        self.model, self.cache = model, cache
+        self.layers = cast("list[DecoderLayer]", list(model.layers))
+        self._kinds = kinds(self.layers, cache.layout.skips)
+        self.sampler = Sampler(cache.ops)
+        self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
+        together = model.group.size > 1
+        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self.step, graphs_up_to, together)
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return 0 if self.graphs is None else self.graphs.captures
+
+    def drop_graphs(self) -> None:
+        """Frees all CUDA graphs; no step may follow."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    def unprepared(
+        self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
+        """A step of padding rows, for ``prepare``, if the first step that ``sequences`` take together with those of
+        ``joining``, whose prompts are being computed and have the given lengths, will have no graph."""
+        if self.graphs is None:
+            return None
+        plan = self.cache.forecast_decode(sequences, joining)
+        return None if plan is None or self.graphs.has(plan) else plan
+
+    @torch.inference_mode()
+    def prepare(self, plan: DecodePlan) -> None:
+        """Captures the graph of a plan's shapes, once the device has finished its work: PyTorch waits for that before a
+        capture, and the device is then idle until the capture ends."""
+        assert self.graphs is not None
+        with suppress(torch.OutOfMemoryError):  # such steps run without a graph
+            self.graphs.decode(plan, [], [])
+
+    def prefill(
+        self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
+    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """``prefill`` into the runner's cache."""
+        return prefill(self.model, self.cache, work, scored)
+
+    def prefill_pieces(self, tokens: int, scored: bool) -> int:
+        """Pieces, between which it may be paused, of a prefill of ``tokens`` tokens."""
+        return pieces(len(self.layers), tokens, self.cache.device, scored)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
+        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D]; the first token has none."""
+        logprobs: list[TokenLogprobs | None] = [None]
+        for start in range(0, len(tokens) - 1, SCORED_TOKENS):
+            following = tokens[start + 1 : start + 1 + SCORED_TOKENS]
+            logits = self.model.logits(hidden[start : start + len(following)])
+            logprobs += logprobs_of(logits, following, [count] * len(following))
+        return logprobs
+
+    def share_chosen(self, sources: list[int] | None) -> None:
+        """Gives every rank rank 0's ``chosen``, where a step takes tokens from it."""
+        if sources is not None and any(source >= 0 for source in sources):
+            self.model.group.copy_first(self.chosen)
+
+    def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
+        """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
+        own parts of the sequences. They look it up by name, so its module must be importable there."""
+        return function(self, sequences, *what)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        sequences: list[CachedSequence],
+        tokens: list[int],
+        sources: list[int] | None = None,
+        record: AbstractContextManager[Any] | None = None,
+    ) -> Tensor:
+        """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
+
+        A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
+        ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
+        """
+        plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
+        logits = None
+        if self.graphs is None or record is not None:
+            try:
+                with record or nullcontext():
+                    logits = self.step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
+            except torch.OutOfMemoryError:
+                if self.graphs is None or self.model.group.size > 1:
+                    raise
+        if logits is None:
+            assert self.graphs is not None
+            logits = self.graphs.decode(plan, tokens, sources)
+        self.cache.end_decode(plan)
+        return logits
+
+    def step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
+        """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): one layer of each kind.
+
+        Args:
+            plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
+            inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
+        """
+        batch = self.cache.decode_batch(plan, numbers)
+        tokens, sources = inputs
+        hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
+        micro_batches = batch.split(plan.micro_batches)
+        parts = hidden.split([len(part.positions) for part in micro_batches])
+        through = self._kinds if rehearsal else self.layers
+        results = _interleave(self._layer_by_layer(*part, through) for part in zip(parts, micro_batches, strict=True))
+        if len(results) == 1:
+            return self.model.logits(*results[0])
+        hiddens, added = zip(*results, strict=True)
+        return self.model.logits(torch.cat(hiddens), torch.cat(added))
+
+    def _layer_by_layer(
+        self, hidden: Tensor, batch: DecodeBatch, layers: list[DecoderLayer]
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Takes a micro-batch through ``layers``, and pauses where attention may have to wait."""
+        added = None
+        for layer in layers:
+            finish = layer.begin(hidden, added, self.cache, batch)
+            yield
+            hidden, added = finish()
+        assert added is not None, "a model without layers"
+        return hidden, added
+
+
+def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[DecoderLayer]:
+    """The first layer, to which nothing is added, and one of each form of the others: fp8 checkpoints may leave some
+    layers unquantized, and the cache ``skips`` some."""
+    first_of: dict[tuple[object, ...], DecoderLayer] = {}
+    for number, layer in enumerate(layers[1:], 1):
+        form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
+        first_of.setdefault((skips(number), *form), layer)
+    return [*layers[:1], *first_of.values()]
+
+
+def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:
+    """What generators with the same number of pauses return; each runs to its next pause in turn."""
+    running, results = list(generators), list[Result]()
+    while len(results) < len(running):
+        for generator in running:
+            try:
+                next(generator)
+            except StopIteration as end:
+                results.append(end.value)
+    return results

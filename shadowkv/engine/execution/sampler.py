@@ -1,0 +1,134 @@
+"""Chooses the next token of every sequence in a batch at once.
+
+The random number of a step depends only on the request's seed and the step, and the token on its own logits: a seeded
+request gives the same text in any batch that does not change those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.engine.request import Request, TokenLogprobs
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.memory.streams import upload
+from shadowkv.ops.mix64 import mix64
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
+
+COLUMNS = PARAMETERS[:-1]
+"""Sampling parameters that stay the same from step to step, by their names in ``SamplingParams``."""
+
+
+class Sampler:
+    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._sample_tokens = ops.sample_tokens
+        self._params: list[SamplingParams] = []
+        self._parameters = np.empty((0, len(PARAMETERS)))
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: Tensor, requests: list[Request]
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
+        """One token per request; waits for them.
+
+        Args:
+            logits: float32 [B, V]; changed in place by penalties.
+            requests: B of them.
+
+        Returns:
+            token ids; log-probabilities where requested, from the logits before temperature and penalties; and whether
+            a row's logits are all finite: if not, its token has no meaning.
+        """
+        raw, finite = logits, _finite(logits)
+        changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
+        if changed:
+            raw = logits.clone()
+            for row in changed:
+                _change(logits[row], requests[row])
+        steps = [len(request.output_token_ids) + 1 for request in requests]
+        chosen = torch.stack((self._tokens(logits, requests, steps), finite))
+        tokens, is_finite = chosen.tolist()  # one wait for the device
+        return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in is_finite]
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
+        """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
+
+        For requests that neither change logits nor ask for log-probabilities; ``steps`` says which token of each it is,
+        from 1. Does not wait.
+        """
+        return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
+
+    def _tokens(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
+        params = [request.params for request in requests]
+        if params != self._params:  # quick to compare for steps of the same requests, which have the same objects
+            self._params = params
+            columns = [[getattr(request_params, name) for name in COLUMNS] for request_params in params]
+            self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
+        if (self._parameters[:, 0] <= COLDEST).all():
+            return logits.argmax(-1)
+        self._parameters[:, -1] = _uniform([request.seed for request in requests], steps)
+        return self._sample_tokens(logits, upload(torch.from_numpy(self._parameters), logits.device))
+
+
+def _finite(logits: Tensor) -> Tensor:
+    low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
+    return (low.isfinite() & high.isfinite()).long()
+
+
+def _change(logits: Tensor, request: Request) -> None:
+    params = request.params
+
+    def ids(tokens: Iterable[int]) -> Tensor:
+        return torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)
+
+    if params.repetition_penalty != 1:
+        seen = ids(request.token_ids).unique()
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        used, times = ids(request.output_token_ids).unique(return_counts=True)
+        logits[used] -= params.presence_penalty + params.frequency_penalty * times
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[ids(params.logit_bias)] += bias
+    if request.constraint is not None:
+        request.constraint.mask(logits)
+    if len(request.output_token_ids) < params.min_tokens:
+        logits[ids(request.stop_ids)] = float("-inf")
+
+
+def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
+    """Numbers in [0, 1), float64 [B], from requests' seeds and steps (SplitMix64)."""
+    x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
+    x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products wrap at 64 bits
+    return (mix64(x) >> np.uint64(11)) * 2.0**-53
+
+
+def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> list[TokenLogprobs | None]:
+    result: list[TokenLogprobs | None] = [None] * len(requests)
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if rows:
+        counts = [requests[row].params.logprobs or 0 for row in rows]
+        for row, logprobs in zip(rows, logprobs_of(logits[rows], [tokens[row] for row in rows], counts), strict=True):
+            result[row] = logprobs
+    return result
+
+
+def logprobs_of(logits: Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], each with the ``counts`` most likely ones."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1).tolist()
+    values, ids = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    return [
+        TokenLogprobs(token, value, dict(zip(row_ids[:count], row_values[:count], strict=True)))
+        for token, value, count, row_ids, row_values in zip(
+            tokens, chosen, counts, ids.tolist(), values.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,294 @@
+"""Which requests run: admission of waiting requests, in order of arrival, against both memory budgets.
+
+A request is admitted only if every page it may need up to its last token is free, so running requests cannot run out.
+Short prompts need not wait for long ones, and take nothing from them. Requests that share a prefix wait for the first
+of them to compute it, where that is less than all of them would compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.request import Request, RequestError
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.prefix_cache.cache import PrefixCache
+from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.page_names import common_pages
+from shadowkv.wording import counted
+
+logger = logging.getLogger(__name__)
+
+MOST_ON_THEIR_WAY = 32
+"""Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
+every step."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that owns a sequence, which samples by its seed from then on, whichever request had it before."""
+
+    request: Request
+    sequence: CachedSequence
+
+    def __post_init__(self) -> None:
+        self.sequence.seed = self.request.seed
+
+
+@dataclass(frozen=True, eq=False)
+class Leader:
+    """A prompt that is being computed, which others may wait for.
+
+    Attributes:
+        prompt: None where it is not to be shared.
+        tokens: those left to compute.
+    """
+
+    prompt: Prompt | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt to admit a request: one that failed for lack of room is not repeated before something has changed."""
+
+    request: Request
+    match: Match | None
+    left: Blocks
+    again: bool
+    changes: int
+
+
+class Sharing:
+    """What waiting requests have in common with leaders, computed once for each leader that is queried."""
+
+    def __init__(self, waiting: Sequence[Request]) -> None:
+        self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
+        self._tokens: dict[Leader, npt.NDArray[np.int64]] = {}
+
+    def admitted(self, number: int) -> None:
+        """Records that one of them is no longer waiting."""
+        self._wait[number] = False
+
+    def waits(self, number: int, cached: int, leader: Leader) -> bool:
+        """Whether a request is to wait for a leader that has more of its prefix than the ``cached`` tokens: where all
+        that wait would compute more tokens of that prefix than the leader has left."""
+        if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
+            return False
+        if leader not in self._tokens:
+            self._tokens[leader] = np.array([_shared(request, leader.prompt) for request in self._waiting], np.int64)
+        spared = np.maximum(self._tokens[leader][self._wait] - cached, 0)
+        return int(spared.sum()) > leader.tokens
+
+
+def _shared(request: Request, prompt: Prompt) -> int:
+    """Tokens of a request that it need not compute once ``prompt`` has been computed."""
+    if request.prompt is None:
+        return 0
+    return min(
+        PAGE * common_pages(request.prompt.pages, prompt.pages), (len(request.prompt_token_ids) - 1) // PAGE * PAGE
+    )
+
+
+class Scheduler:
+    """The waiting queue, the running set and the prefix cache.
+
+    Args:
+        cache: whose sequences are scheduled.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone, and so does one of more
+            than a block.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        self.cache = cache
+        self.prefix_cache = PrefixCache(cache) if prefix_cache is None else prefix_cache
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []
+        self._refused: Attempt | None = None
+
+    @property
+    def could_admit(self) -> bool:
+        """Whether requests are waiting, and none of them was last refused for lack of memory."""
+        refused = self._refused
+        return bool(self.waiting) and (
+            refused is None or all(refused.request is not request for request in self.waiting)
+        )
+
+    def validate(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises RequestError if a request of this size could never be admitted."""
+        capacity, limit = prompt_tokens + max(1, max_tokens) - 1, self.cache.max_model_len
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
+        if prompt_tokens + max_tokens > limit:
+            full = prompt_tokens >= limit
+            rest = ", which leaves no room for an answer" if full else f" and max_tokens asks for {max_tokens} more"
+            raise RequestError(
+                f"this model's maximum context length is {counted(limit, 'token')}, but the prompt has "
+                f"{counted(prompt_tokens, 'token')}{rest}",
+                "prompt" if full else "max_tokens",
+            )
+        need = self.cache.demand(prompt_tokens, capacity)
+        if not need.within(self.cache.total):
+            raise RequestError(
+                f"{counted(prompt_tokens, 'prompt token')} and max_tokens={max_tokens} need {need} "
+                f"blocks of the KV cache, which has {self.cache.total}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request; what it needs from the disk is read in the meantime."""
+        self.waiting.append(request)
+        self._match(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Removes a waiting request from the queue; returns whether it was there."""
+        request = next((waiting for waiting in self.waiting if waiting.request_id == request_id), None)
+        if request is not None:
+            self._leave_queue(request)
+        return request is not None
+
+    def _leave_queue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if request.prompt is not None:
+            self.prefix_cache.forget(request.prompt)
+
+    def is_long(self, new: int) -> bool:
+        """Whether ``new`` tokens of a prompt take more than a block: others may overtake it."""
+        return new > BLOCK_TOKENS[self.cache.device.type]
+
+    def admit(self, at_work: Iterable[Leader] = ()) -> list[Running]:
+        """The waiting requests to prefill together next, with their sequences.
+
+        Args:
+            at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
+                them and the others, and the others have at most a block.
+        """
+        admitted: list[Running] = []
+        leaders = list(at_work)
+        beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
+        waiting = tuple(self.waiting)
+        sharing = Sharing(waiting)
+        limit = self.max_num_batched_tokens
+        if beside:
+            limit = min(limit, BLOCK_TOKENS[self.cache.device.type])
+        for number, request in enumerate(waiting):
+            if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
+                break
+            length = len(request.prompt_token_ids)
+            if beside and request.passed == self.prefix_cache.version:
+                passed += self.cache.demand(length, request.capacity)
+                continue
+            if request.prompt is not None and self.prefix_cache.opening:
+                continue
+            match = self._match(request)
+            if match and not match.ready:
+                on_their_way += 1
+                if on_their_way == MOST_ON_THEIR_WAY:
+                    break
+                continue
+            new = length - (match.tokens if match else 0)
+            if beside and self.is_long(new):
+                request.passed = self.prefix_cache.version
+                passed += self.cache.demand(length, request.capacity)
+                continue
+            if admitted and (tokens + new > limit or self.is_long(new)):
+                break
+            if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
+                continue
+            attempt = Attempt(request, match, passed, not beside and not admitted, self.prefix_cache.changes)
+            sequence = None if attempt == self._refused else self._reserve(request, match, passed, attempt.again)
+            if sequence is None:
+                self._refused = attempt
+                break
+            self._leave_queue(request)
+            sharing.admitted(number)
+            admitted.append(Running(request, sequence))
+            new = length - request.cached_tokens
+            tokens += new
+            leaders.append(Leader(request.prompt, new))
+            if self.is_long(new):
+                break
+        return admitted
+
+    def _match(self, request: Request) -> Match | None:
+        """What is cached of a prompt."""
+        return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
+
+    def computed(self, done: Iterable[Running]) -> None:
+        """Requests whose prefill has ended run from now on, and can be forked."""
+        for running in done:
+            self.running.append(running)
+            if running.request.prompt is not None:
+                self.prefix_cache.computed(running.sequence, running.request.prompt)
+
+    def finish(self, running: Running, keep: bool) -> None:
+        """Ends a request; its sequence stays in the prefix cache if ``keep``."""
+        if running in self.running:
+            self.running.remove(running)
+        prompt, sequence = running.request.prompt, running.sequence
+        if not keep or prompt is None:
+            self.prefix_cache.release(sequence)
+            return
+        tokens = running.request.token_ids[: sequence.length]
+        self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
+
+    def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
+        """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
+        cannot be continued, one for all of its tokens, if those may be computed ``again``."""
+        start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
+        if match:
+            need, spare = prefix_cache.growth(match, start, request.capacity), match.sequence
+            if not (need + left).within(self._reachable(spare)):
+                return self._reserve(request, None, left, again) if again else None
+            if not self._make_room(need, spare):
+                return None
+            try:
+                sequence = prefix_cache.take(match, start, request.capacity)
+            except torch.AcceleratorError:
+                raise
+            except (RuntimeError, ValueError, MemoryError) as error:  # includes OutOfBlocks
+                logger.warning("a cached prompt cannot be restored and is computed: %s", error)
+                return self._reserve(request, None, left, again)
+            request.cached_tokens = match.tokens
+            return sequence
+        need = cache.demand(start, request.capacity)
+        # Nothing is evicted for a request that would have to wait anyway.
+        if not (need + left).within(self._reachable()):
+            return None
+        if not self._make_room(need):
+            return None
+        request.cached_tokens = 0
+        return cache.allocate(start, request.capacity)
+
+    def _make_room(self, need: Blocks, spare: CachedSequence | None = None) -> bool:
+        """Evicts kept sequences other than ``spare`` until there is room, if that can be reached."""
+        while not need.within(self.cache.free):
+            if not self.prefix_cache.evict(spare):
+                return False
+        return True
+
+    def _reachable(self, spare: CachedSequence | None = None) -> Blocks:
+        """What is free, or would be after evicting all kept sequences other than ``spare``."""
+        return self.cache.free + self.prefix_cache.blocks(spare)
+
+
+def _looks_up(request: Request) -> bool:
+    """Whether cached parts of a prompt are requested and allowed: scores of a prompt require computing all of it."""
+    return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

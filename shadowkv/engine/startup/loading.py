@@ -1,0 +1,211 @@
+"""Builds what an engine runs on: its device, the model with its sampling defaults, and a cache sized to the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.startup.crossover import dense_below
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import OF_BLOCKS, case_of
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.layers import block_matrix, fp8_linear
+from shadowkv.layers.group import ALONE, Group
+from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.models.loader import LoadedModel, load_model
+from shadowkv.ops.registry import Ops
+from shadowkv.wording import GIB, SettingsError, counted
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine_parts(
+    config: EngineConfig,
+    loaded: LoadedModel | None = None,
+    *,
+    group: Group = ALONE,
+    device: torch.device | None = None,
+    make: Callable[..., KVCache] = KVCache,
+) -> tuple[LoadedModel, KVCache, list[str]]:
+    """Model (``loaded``, if given), cache, and the lines that describe what fits.
+
+    Raises ValueError for settings that are not valid, MemoryError where not even one sequence fits.
+
+    Args:
+        group: the ranks that the model is split across: this one's part is loaded, on ``device``.
+        make: makes the cache, from a KVCache's arguments.
+    """
+    spec, device = config.spec(), device or device_of(config.device)
+    loaded = loaded or load_from_config(config, group, device)
+    dtype, model = loaded.model.dtype, loaded.shard.config
+    try:
+        spec = loaded.shard.policy(spec)
+    except ValueError as error:
+        raise config.refused_policy(error) from error
+    max_model_len = config.max_model_len or loaded.config.max_position
+    fetch_buffer = config.fetch_buffer
+    if fetch_buffer is None:  # a CPU reads both tiers equally fast: copies would only take time
+        fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
+    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
+    if layout.spec.prefill is None:
+        try:
+            layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device)))
+        except ValueError as error:
+            raise config.refused_policy(error) from error
+    if layout.spec.seals and layout.spec.dense_below is None:
+        cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
+        below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
+        layout = layout.with_fields(dense_below=group.agree(below))
+    slots = config.max_num_seqs + config.max_cached_seqs
+    memory, max_model_len = size_cache(config, layout, slots, device, model)
+    memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
+    layout = layout.resized(max_model_len)
+    cache = make(layout, loaded.config.rope, slots=slots, memory=memory, device=device)
+    return loaded, cache, _describe(config, loaded, cache)
+
+
+def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
+    """Most sequences that decode together, where decode steps are CUDA graphs; None where they are not."""
+    graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
+    return config.max_num_seqs if graphs else None
+
+
+def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
+    """Sparse on a GPU with kernels for it."""
+    if device.type != "cuda":
+        return "dense"
+    backends = Ops(device, case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)).backends
+    return "dense" if "reference" in (backends[name] for name in OF_BLOCKS) else "sparse"
+
+
+def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
+    """The model that ``config`` names, or a rank's part of it, on its device or on ``device``; raises ValueError for
+    settings that are not valid."""
+    device = device or device_of(config.device)
+    return load_model(
+        config.model,
+        dtype=_dtype(config.dtype, device),
+        device=device,
+        load_format=config.load_format,
+        adapter=config.adapter,
+        hf_overrides=config.overrides,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+        group=group,
+    )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
+    total, limit = cache.total, cache.max_model_len
+    called = fp8_linear.OPS if loaded.config.quantization else block_matrix.OPS if loaded.model.block_forms else ()
+    size = loaded.shard.size
+    ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
+    lines = [
+        f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {loaded.model.weights_in_words} on "
+        f"{cache.device}{ranks}",
+        *(f"weights {note}" for note in loaded.notes),
+        f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
+        *backend_lines(cache.ops, cache.device, config.enforce_eager, called),
+        f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
+        f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
+        f"cache   {prefixes_in_words(config, cache.layout)}",
+    ]
+    for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
+        need = cache.demand(length, length)
+        counts = ", ".join(f"{total[tier] // need[tier]} on the {tier}" for tier in ("device", "host") if need[tier])
+        lines.append(f"fits    sequences of {counted(length, 'token')}: {counts}")
+    return lines
+
+
+def backend_lines(ops: Ops, device: torch.device, eager: bool, more: Iterable[str] = ()) -> list[str]:
+    """The ops of every backend, and why an op with a faster backend runs in PyTorch: on a GPU with a warning too.
+
+    ``more`` are called in addition to those of the cache's case.
+    """
+    of_backend: dict[str, list[str]] = {}
+    for name in sorted(ops.called.union(more)):
+        of_backend.setdefault(ops.backends[name], []).append(name)
+    lines = [f"kernels {backend}: {', '.join(names)}" for backend, names in sorted(of_backend.items())]
+    for name in of_backend.get("reference", []):
+        if ops.reasons[name]:
+            line = f"{name} runs in PyTorch, {'; '.join(ops.reasons[name])}"
+            lines.append(f"slow    {line}")
+            if device.type == "cuda":
+                logger.warning("on a GPU %s", line)
+    if device.type == "cuda" and ops.synchronising and not eager:
+        lines.append(f"graphs  none, as with enforce_eager: the host waits for {', '.join(ops.synchronising)}")
+    return lines
+
+
+def device_of(name: str) -> torch.device:
+    """The device named ``name``, a GPU with its number; raises ValueError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"device={name!r} is not auto, cpu, cuda or cuda:N", ["device"]) from error
+    if device.type not in DEFAULT_UTILIZATION:
+        raise SettingsError(f"device={name!r} is not supported; use cpu or cuda", ["device"])
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        devices = counted(count, "CUDA device")
+        raise SettingsError(f"device={name!r} is not there: this machine has {devices}", ["device"])
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def current(device: torch.device) -> torch.accelerator.device_index:
+    """A context in which ``device`` is the thread's current one: tensors know where they are; events, streams, graphs
+    and Triton's launches go to that one."""
+    return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
+
+
+def sampling_of_directory(name: str) -> dict[str, Any] | None:
+    """What ``--generation-config`` gives instead of the model's own file; None for that one ("auto").
+
+    Raises ValueError for a directory without such a file, or with one that cannot be used.
+    """
+    if name == "auto":
+        return None
+    if name == "vllm":
+        return {}
+    directory = Path(name).expanduser()
+    if not (directory / GENERATION_CONFIG).is_file():
+        reason = f"is neither 'auto', 'vllm' nor a folder with {GENERATION_CONFIG}"
+        raise SettingsError(f"generation_config={name!r} {reason}", ["generation_config"])
+    return read_sampling(directory)
+
+
+def checked_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``defaults``, if a request may ask for them; raises ValueError."""
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        remedy = "correct it, or leave it out with generation_config='vllm'"
+        raise SettingsError(f"{GENERATION_CONFIG}: {error}; {remedy}", ["generation_config"]) from error
+    return dict(defaults)
+
+
+def defaults_in_words(defaults: Mapping[str, Any]) -> list[str]:
+    """Lines for the start of a server."""
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return [f"sample  {values} where a request does not say ({GENERATION_CONFIG})"] if defaults else []

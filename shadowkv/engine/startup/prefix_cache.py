@@ -1,0 +1,105 @@
+"""Builds the prefix cache that an engine's config describes, with its tiers below the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.startup.sizing import offload_bytes
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.loader import LoadedModel
+from shadowkv.prefix_cache.cache import PrefixCache
+from shadowkv.prefix_cache.copies.host import HostTier
+from shadowkv.prefix_cache.device.eviction import Eviction
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
+from shadowkv.prefix_cache.page_names import CacheKey, origin
+from shadowkv.wording import GIB, SettingsError
+
+Origin = Callable[[str | None], str]
+
+UNLIMITED = 2**62
+"""Bytes of copies that a prefill server launches in a step: others wait for these, and hardly any for its tokens."""
+
+
+def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
+    """The cache, and the function that gives what page names for a salt build on.
+
+    Raises MemoryError where there is not enough host memory, ValueError where the directory cannot be used.
+    """
+    nbytes = offload_bytes(config, cache.layout)
+    if not nbytes:
+        return PrefixCache(cache), partial(origin, 40 * "0")
+    host, eviction = HostTier(nbytes, cache.device), Eviction(config.eviction)
+    if config.kv_disk_dir is None:
+        return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
+    key, limit = cache_key(config, loaded, cache), int(config.disk_gib * GIB)
+    directory = Path(config.kv_disk_dir)
+
+    def disk(report: Callable[[str, Entry], None]) -> DiskTier:
+        with _named(directory):
+            return DiskTier(directory, limit, key, report)
+
+    step_bytes = UNLIMITED if config.role == "prefill" else STEP_BYTES
+    return PrefixCache(cache, host, disk, eviction, step_bytes), key.origin
+
+
+def check_disk_dir(config: EngineConfig) -> None:
+    """Raises ValueError where the disk tier's directory cannot be made, which can be checked without a model."""
+    if config.kv_disk_dir is not None:
+        with _named(Path(config.kv_disk_dir)):
+            FileSystem().make_directory(Path(config.kv_disk_dir))
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"kv_disk_dir={str(directory)!r} cannot be used: {error.strerror or error}"
+        raise SettingsError(reason, ["kv_disk_dir"]) from error
+
+
+def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:
+    """What snapshots of this engine depend on besides their tokens."""
+    return CacheKey(
+        model=fingerprint(loaded.model) + overridden(config),
+        adapter=None,  # merged into the weights, and so part of their fingerprint
+        quantization=loaded.config.quantization and str(loaded.config.quantization),
+        dtype=str(cache.dtype).removeprefix("torch."),
+        spec={"form": cache.snapshots.form},
+        codecs={},  # part of the form, too
+        prefill=cache.spec.prefill or "dense",
+    )
+
+
+def overridden(config: EngineConfig) -> str:
+    """A digest of ``hf_overrides``, after a dash: what they change need not show in weights or in what is cached."""
+    if not config.hf_overrides:
+        return ""
+    return "-" + blake2b(json.dumps(dict(config.hf_overrides), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def fingerprint(model: Decoder) -> str:
+    """A digest of a model's weights as they are in memory, whatever file they came from.
+
+    For each tensor, three sums of its bits as integers, which do not depend on the order of additions: of all of them,
+    of every second and of every third.
+    """
+    digest = blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        bits = tensor.contiguous().view(-1).view(torch.uint8)
+        whole = bits[: len(bits) // 4 * 4].view(torch.int32)
+        sums = [int(part.sum(dtype=torch.int64)) for part in (whole, whole[::2], whole[::3])] if len(whole) else []
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums} ".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Output that follows a JSON schema"""

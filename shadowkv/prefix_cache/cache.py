@@ -1,0 +1,361 @@
+"""Prefixes of prompts by their tokens: in running sequences, in finished ones that are kept for reuse, and below.
+
+A request takes over a kept sequence where it continues nearly all of it, including its exact tail, and in its place.
+Otherwise it forks: any number of requests share pages of sequences that run or are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.prefix_cache.copies.copy import Copy
+from shadowkv.prefix_cache.copies.host import HostTier
+from shadowkv.prefix_cache.copies.lookups import Lookups
+from shadowkv.prefix_cache.copies.speeds import Speeds
+from shadowkv.prefix_cache.device.eviction import Eviction
+from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.device.tree import Node, PrefixTree
+from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.lower_tiers import STEP_BYTES, LowerTiers
+from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.stats import TierCounts, TierStats
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.002
+"""Seconds between two polls for what is on its way, where there is nothing else to do."""
+
+
+@dataclass(frozen=True)
+class PrefixSegment:
+    """A run of pages that was computed together.
+
+    Attributes:
+        uid: identifies it as long as it is in any tier; it says nothing about its tokens.
+        first: position of its first token.
+        tokens: their number.
+        sealed: whether they are in the policy's compressed form rather than exact.
+        running: whether a running request uses them.
+        tiers: where they are, out of ``device``, ``host`` and ``disk``.
+    """
+
+    uid: str
+    first: int
+    tokens: int
+    sealed: bool
+    running: bool
+    tiers: tuple[str, ...]
+
+
+class PrefixCache:
+    """Prefixes of prompts by their tokens; and kept sequences, evicted least recently used first.
+
+    Args:
+        host: holds copies of what is computed; None for none below the device.
+        disk: makes the disk tier from the callback to report events to; None without one.
+        eviction: says which copies go first in host memory.
+        step_bytes: most bytes of copies to host memory launched in a step.
+
+    Attributes:
+        version: counts additions: until it changes, a prompt without a match need not be looked up again.
+        lower: the tiers below the device.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        host: HostTier | None = None,
+        disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
+        eviction: Eviction | None = None,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
+        self._cache, self._tree = cache, PrefixTree()
+        self._kept: OrderedDict[CachedSequence, Prompt] = OrderedDict()
+        self._lookups = Lookups()
+        self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
+        self.lower: LowerTiers | None = None
+        self._copies: Mapping[Node, Copy] = {}
+        if host is not None:
+            eviction = eviction or Eviction()
+            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction, step_bytes)
+            self._copies = self.lower.copies.of
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def changes(self) -> int:
+        """A counter that grows with every change that may give a prompt another match, or other needs of room."""
+        return self._tree.changes + self._cache.changes
+
+    def look_up(self, prompt: Prompt) -> Match | None:
+        """``match`` of a waiting prompt, repeated as long as nothing changes; what it is to be restored from stays in
+        host memory. Call ``forget`` when it no longer waits."""
+        if not self._lookups.current(prompt, self.changes):
+            match = self.match(prompt)
+            if self.lower is not None:
+                self._lookups.hold(prompt, match, self.lower.copies)
+            self._lookups.note(prompt, match, self.changes)
+        return self._lookups.match(prompt)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Drops a prompt, if it has been looked up."""
+        self._lookups.forget(prompt, leave=self.lower is not None)
+
+    def match(self, prompt: Prompt) -> Match | None:
+        """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
+        best, along = self._continued(prompt), list(self._tree.along(prompt.shareable))
+        for node, end in along:
+            for sequence, held in node.holders.items():
+                shared = min(end, held) * PAGE
+                if best is None or shared > best.tokens:
+                    tokens = self._cache.fork_point(sequence, shared)
+                    if tokens > (best.tokens if best else 0):
+                        best = Match(sequence, tokens)
+        if self.lower is not None:
+            with self._failing_alone():
+                return self._restorable(self.lower, along, best)
+        return best
+
+    def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
+        """What the tiers below have, where restoring it takes less time than computing what ``best`` lacks; otherwise
+        ``best``. Starts reading what is on disk."""
+        reached = best.tokens if best else 0
+        candidates = [(end, node) for node, end in along if end * PAGE > reached]
+        for end, node in sorted(candidates, key=lambda candidate: -candidate[0]):
+            if (chain := lower.chain(node, end)) is None:
+                continue
+            steps, sequence = chain
+            computing = self.speeds.computing_seconds(end * PAGE - reached)
+            if lower.chains.seconds(steps) > computing:
+                continue
+            try:
+                self._cache.snapshots.demand(lower.chains.links(steps), end * PAGE, end * PAGE, sequence)
+            except ValueError:  # such sequences cannot be cut there
+                continue
+            until = lower.chains.fetch(steps, computing)
+            if until is not None:
+                return Match(sequence, end * PAGE, steps=tuple(steps), until=until)
+        return best
+
+    def _continued(self, prompt: Prompt) -> Match | None:
+        """The kept sequence that a prompt continues.
+
+        The prompt must have all of its full pages, or an edited history would use up a conversation; sealed and shared
+        tokens cannot be cut off.
+        """
+        best, limit = None, len(prompt.token_ids) - 1
+        for sequence, kept in self._kept.items():
+            pages = len(kept.token_ids) // PAGE
+            if kept.pages.origin != prompt.pages.origin or pages > len(prompt.pages):
+                continue
+            if pages and kept.pages[pages - 1] != prompt.pages[pages - 1]:
+                continue
+            tokens = pages * PAGE
+            for kept_id, prompt_id in zip(kept.token_ids[tokens:], prompt.token_ids[tokens:limit]):
+                if kept_id != prompt_id:
+                    break
+                tokens += 1
+            usable = max(1, sequence.fixed, len(kept.token_ids) // 2) <= tokens <= limit
+            if usable and (best is None or tokens > best.tokens):
+                best = Match(sequence, tokens, True)
+        return best
+
+    def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
+        """Records that the pages of a prompt are in ``sequence``, which is running: others can fork it."""
+        # The last token may be taken back, and a request for all of them has one to compute.
+        pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
+        self.version += 1
+        path = self._tree.hold(sequence, prompt.pages, pages)
+        if self.lower is not None:
+            with self._failing_alone():
+                for node in path:
+                    if (copy := self.lower.copies.of.get(node)) is not None:
+                        self.lower.offload.write(copy)
+                    elif (source := self._source(node, sequence, prompt)) is not None:
+                        self.lower.offload.store(node, *source)
+
+    def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
+        """A sequence that has all pages of a node, this one or a kept one, and its tokens."""
+        for holder, held in node.holders.items():
+            own = prompt if holder is sequence else self._kept.get(holder)
+            if own is not None and held == node.end:
+                return holder, own.token_ids
+        return None
+
+    def keep(self, sequence: CachedSequence, prompt: Prompt) -> None:
+        """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
+        self._cache.trim(sequence)
+        self.computed(sequence, prompt)
+        self._kept[sequence] = Prompt(prompt.token_ids[: sequence.length], prompt.pages)
+
+    def take(self, match: Match, start: int, capacity: int) -> CachedSequence:
+        """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens.
+
+        Raises OutOfBlocks, and whatever prevents restoring ``match.steps``, with nothing taken.
+        """
+        taken = self._take(match, start, capacity)
+        if self.lower is not None:
+            self.lower.hit(self._tree.path_of(taken))
+        return taken
+
+    def _take(self, match: Match, start: int, capacity: int) -> CachedSequence:
+        sequence, cache = match.sequence, self._cache
+        if sequence is not None and sequence in self._kept and not match.takes_over:
+            self._kept.move_to_end(sequence)
+        if match.steps:
+            assert self.lower is not None
+            child = self.lower.chains.restore(list(match.steps), start, capacity, sequence)
+            if sequence is not None:
+                self._tree.fork(child, sequence, match.steps[0].node.first)
+            for step in match.steps:
+                self._tree.join(child, step.node, step.stop)
+            return child
+        assert sequence is not None
+        self.counts.hit_tokens["device"] += match.tokens
+        if not match.takes_over:
+            child = cache.fork(sequence, match.tokens, start, capacity)
+            self._tree.fork(child, sequence, match.tokens // PAGE)
+            return child
+        cache.truncate(sequence, match.tokens)
+        self._tree.cut(sequence, match.tokens // PAGE)
+        cache.extend(sequence, start, capacity)
+        del self._kept[sequence]
+        return sequence
+
+    def growth(self, match: Match, start: int, capacity: int) -> Blocks:
+        """What ``take`` needs."""
+        sequence, cache = match.sequence, self._cache
+        if match.steps:
+            assert self.lower is not None
+            return cache.snapshots.demand(self.lower.chains.links(match.steps), start, capacity, sequence)
+        assert sequence is not None
+        if match.takes_over:
+            return cache.growth(sequence, start, capacity)
+        return cache.fork_demand(sequence, match.tokens, start, capacity)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Frees a sequence that is not kept."""
+        self._tree.forget(sequence)
+        self._cache.release(sequence)
+
+    def blocks(self, spare: CachedSequence | None = None) -> Blocks:
+        """What would be free without all kept sequences other than ``spare``."""
+        return self._cache.held(sequence for sequence in self._kept if sequence is not spare)
+
+    def evict(self, spare: CachedSequence | None = None) -> bool:
+        """Releases the least recently used kept sequence other than ``spare``; False if there is none."""
+        victim = next((sequence for sequence in self._kept if sequence is not spare), None)
+        if victim is None:
+            return False
+        del self._kept[victim]
+        self.release(victim)
+        self.counts.device_evictions += 1
+        return True
+
+    @property
+    def saves(self) -> Saves | None:
+        """What is saved and restored by name; None without a disk tier, or once it has been given up."""
+        return None if self.lower is None else self.lower.saves
+
+    @contextmanager
+    def on_the_device_alone(self) -> Iterator[None]:
+        """While it is open, nothing that is computed is copied to the tiers below, and nothing comes from there."""
+        lower, self.lower = self.lower, None
+        self._tree.changes += 1
+        try:
+            yield
+        finally:
+            self.lower = lower
+            self._tree.changes += 1
+
+    def stats(self) -> dict[str, TierStats]:
+        """What each tier holds and has done; may be called from any thread."""
+        use, counts = self._cache.use()["device"], self.counts
+        device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
+        lower = self.lower  # the engine's thread may give it up meanwhile
+        return {"device": device, **({} if lower is None else lower.stats())}
+
+    def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
+        """Where cached prompts are, at most ``limit`` runs of pages, and how many there are; on the engine's thread."""
+        return segments_of(self._tree, self._copies, self._kept, limit)
+
+    @property
+    def opening(self) -> bool:
+        """Whether the contents of the disk are about to be known, but are not yet."""
+        return self.lower is not None and self.lower.opening
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are on their way to other tiers."""
+        return self.lower is not None and self.lower.busy
+
+    def advance(self, idle: bool) -> None:
+        """Continues them; waits briefly for the disk where there is nothing else to do."""
+        if self.lower is not None:
+            with self._failing_alone():
+                self.lower.advance()
+                if idle:
+                    self.lower.wait(IDLE_SECONDS)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """If the tiers below fail for memory, the device or the disk in a way that they do not handle, requests go on
+        without them."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            logger.error("what is cached below the device is not used any more", exc_info=error)
+            lower, self.lower = self.lower, None
+            self._tree.changes += 1
+            if lower is not None:
+                lower.abandon()
+
+    def close(self) -> None:
+        """Ends the tiers' work."""
+        if self.lower is not None:
+            self.lower.close()
+
+
+def segments_of(
+    nodes: Iterable[Node], copies: Mapping[Node, Copy], kept: Collection[CachedSequence], limit: int
+) -> tuple[list[PrefixSegment], int]:
+    """The segments of ``nodes`` in order of their positions, and how many there are in all.
+
+    Args:
+        copies: of nodes, below the device.
+        kept: finished sequences that the prefix cache keeps; a node's other holders are running.
+        limit: on their number; those nearest to the device are returned first.
+    """
+
+    def distance(node: Node) -> tuple[bool, bool, float]:
+        copy = copies.get(node)
+        return not node.holders, copy is None or not copy.on_host, -node.used
+
+    nearest = sorted(nodes, key=distance)
+    told = sorted(nearest[:limit], key=lambda node: node.first)
+    return [_segment(node, copies.get(node), kept) for node in told], len(nearest)
+
+
+def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) -> PrefixSegment:
+    places = {
+        "device": bool(node.holders),
+        "host": copy is not None and copy.on_host,
+        "disk": copy is not None and copy.entry is not None,
+    }
+    running = any(sequence not in kept for sequence in node.holders)
+    tiers = tuple(tier for tier, is_there in places.items() if is_there)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)

@@ -1,0 +1,141 @@
+"""Moves snapshots between the device and slabs of host memory, layer by layer, alongside the device's computing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.snapshots.layers import Reading, Restoring
+from shadowkv.prefix_cache.copies.host import HostTier
+
+ALIGNMENT = 256
+"""Alignment of staging memory, in bytes."""
+
+
+class Mover:
+    """Copies on a separate stream; on a CPU, at once."""
+
+    def __init__(self, host: HostTier, device: torch.device) -> None:
+        self.host, self.device = host, device
+        self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+
+    def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
+        """Copies what is read into slabs; after launching each layer, yields its number of bytes, and then 0 until all
+        have arrived. It must run to its end or be ended by ``finish``."""
+        header = reading.header
+        self._follow()
+        with self._on_stream():
+            staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
+        for layer in range(header.num_layers):
+            span = header.span(layer)
+            with self._on_stream():
+                reading.read_layer(layer, staging)
+                for slab, part in self.host.pieces(slabs, span.start, span.stop):
+                    slab.copy_(staging[part], non_blocking=True)
+            yield span.stop - span.start
+        if self._stream is None:
+            return
+        arrived = self._mark(self._stream)
+        while not arrived.query():
+            yield 0
+
+    def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
+        """Copies the links of a chain from slabs to a restored sequence, of which prefill may read a layer as soon as
+        it has arrived: one crosses the bus while the previous one is put in place.
+
+        Args:
+            chain: header and slabs of each link.
+        """
+        steps = [(layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain))]
+        size = max(_widest(header) for header, _ in chain)
+        if self._bus is None or self._stream is None:
+            staging = torch.empty(size, dtype=torch.uint8, device=self.device)
+            for layer, link in steps:
+                self._cross(chain[link], layer, staging)
+                restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
+            return None
+        main, arrived = torch.cuda.current_stream(self.device), []
+        for stream in (self._bus, self._stream):
+            stream.wait_stream(main)
+        with torch.cuda.stream(self._bus):
+            began = self._mark(self._bus)
+            buffers = torch.empty(2, -(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=self.device)
+        buffers.record_stream(self._stream)
+        free: list[torch.cuda.Event | None] = [None, None]
+        for number, (layer, link) in enumerate(steps):
+            staging, before = buffers[number % 2], free[number % 2]
+            with torch.cuda.stream(self._bus):
+                if before is not None:
+                    self._bus.wait_event(before)
+                self._cross(chain[link], layer, staging)
+            self._stream.wait_stream(self._bus)
+            with torch.cuda.stream(self._stream):
+                restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
+            free[number % 2] = self._mark(self._stream)
+            if link + 1 == len(chain):
+                arrived.append(cast(torch.cuda.Event, free[number % 2]))
+        return StreamArrival(self.device, began, arrived)
+
+    def _cross(self, link: tuple[SnapshotHeader, list[int]], layer: int, staging: Tensor) -> None:
+        header, slabs = link
+        span = header.span(layer)
+        for slab, part in self.host.pieces(slabs, span.start, span.stop):
+            staging[part].copy_(slab, non_blocking=True)
+
+    def finish(self) -> None:
+        """Waits for all that was launched."""
+        for stream in (self._stream, self._bus):
+            if stream is not None:
+                stream.synchronize()
+
+    def _follow(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _widest(header: SnapshotHeader) -> int:
+    """Bytes of the largest layer."""
+    return max(header.bytes_of(layer) for layer in range(header.num_layers))
+
+
+class StreamArrival:
+    """Layers that another stream writes; see ``kvcache.sequences.sequence.PendingLayers``.
+
+    Args:
+        device: the one they are on.
+        began: recorded before the first.
+        arrived: one event for each layer.
+    """
+
+    def __init__(self, device: torch.device, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
+        self._device, self._began, self._arrived = device, began, arrived
+
+    @property
+    def done(self) -> bool:
+        """Whether all has arrived."""
+        return self._arrived[-1].query()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once all is there."""
+        return 1e-3 * self._began.elapsed_time(self._arrived[-1])
+
+    def wait(self, layer: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._arrived[layer])
+
+    def end(self) -> None:
+        self.wait(-1)

@@ -1,0 +1,173 @@
+"""Copies nodes downwards: from the device to host memory, alongside its computing, and from there to the disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.layers import Reading
+from shadowkv.prefix_cache.copies.copy import Copies, Copy
+from shadowkv.prefix_cache.copies.mover import Mover
+from shadowkv.prefix_cache.device.tree import Node
+from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.stats import TierCounts
+
+logger = logging.getLogger(__name__)
+
+CLOSING_SECONDS = 0.001
+"""Seconds between two polls for the last copies."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A copy on its way to the host."""
+
+    copy: Copy
+    reading: Reading
+    moves: Iterator[int]
+
+
+class Offload:
+    """Copies to be made, in the order of the requests.
+
+    Attributes:
+        job: the one on its way to the host.
+    """
+
+    def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None, counts: TierCounts) -> None:
+        self._cache, self._copies, self._mover, self._disk, self._counts = cache, copies, mover, disk, counts
+        self._waiting: deque[tuple[Copy, Reading]] = deque()
+        self._writing: set[Copy] = set()
+        self._too_large = 0
+        self.job: Job | None = None
+
+    def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
+        """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
+        if node.copied or not self._copies.host.num_slabs or (node.parent and not node.parent.copied):
+            return
+        start, stop = node.first * PAGE, node.end * PAGE
+        try:
+            reading = self._cache.snapshots.open_reading(sequence, start, stop)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            logger.warning("a cached prompt is not copied to the host: %s", error)
+            return
+        copy = self._copies.add(node, reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
+        self._copies.eviction.touch(node)
+        self._waiting.append((copy, reading))
+
+    def write(self, copy: Copy, evicted: bool = False) -> None:
+        """Queues a copy for the disk that is only in host memory: it was refused, could not be written or was lost; see
+        ``Copy.can_be_written``."""
+        if self._disk is not None and copy.can_be_written(evicted):
+            self._write(self._disk, copy)
+
+    def _write(self, disk: DiskTier, copy: Copy) -> None:
+        if copy.write(disk):
+            self._writing.add(copy)
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``advance`` has work to do or wait for."""
+        return bool(self.job or self._waiting or self._writing)
+
+    @property
+    def futures(self) -> list[Future[bool]]:
+        """The writes in progress."""
+        return [copy.writing for copy in self._writing if copy.writing]
+
+    def advance(self, limit: int) -> None:
+        """Launches copies of up to ``limit`` bytes, and handles what has been written."""
+        for copy in list(self._writing):
+            if copy.writing is None or copy.writing.done():
+                self._writing.discard(copy)
+                copy.end_write()
+        while limit > 0 and (self.job is not None or self._begin()):
+            assert self.job is not None
+            try:
+                moved = next(self.job.moves, None)
+            except torch.OutOfMemoryError as error:
+                logger.warning("a cached prompt is not copied to the host: %s", error)
+                self._end(done=False)
+                continue
+            if moved is None:
+                self._end(done=True)
+            elif not moved:
+                return
+            else:
+                limit -= moved
+
+    def _begin(self) -> bool:
+        """Starts to copy the next node that there is room for."""
+        while self._waiting:
+            copy, reading = self._waiting[0]
+            node = copy.node
+            if node.parent is None or node.parent.copied:
+                copy.take_slabs(set(node.ancestors))
+            self._waiting.popleft()
+            if copy.slabs is None:
+                self._refuse(copy, reading)
+                continue
+            self.job = Job(copy, reading, self._mover.down(reading, copy.slabs))
+            return True
+        return False
+
+    def _refuse(self, copy: Copy, reading: Reading) -> None:
+        """Gives up a copy that there is no room for."""
+        nbytes, total = reading.header.nbytes, self._copies.host.total_bytes
+        if nbytes > max(total, self._too_large):
+            self._too_large = nbytes
+            logger.warning(
+                "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d", nbytes, total
+            )
+        reading.close()
+        copy.leave()
+        self._counts.refused += 1
+
+    def _end(self, done: bool) -> None:
+        job, self.job = self.job, None
+        assert job is not None
+        if not done:
+            self._mover.finish()
+        job.reading.close()
+        job.copy.ready = done
+        if done:
+            self._counts.copied_bytes += job.copy.header.nbytes
+            if self._disk is not None:
+                self._write(self._disk, job.copy)
+        else:
+            self._counts.refused += 1
+        job.copy.leave()
+
+    def finish(self, deadline: float) -> None:
+        """Makes all copies that there is time for; nothing is read on the device afterwards."""
+        try:
+            while (self.job or self._waiting) and time.monotonic() < deadline:
+                self.advance(2**62)
+                if self.job is not None:
+                    time.sleep(CLOSING_SECONDS)
+            if self.job is not None:
+                self._end(done=False)
+        finally:
+            while self._waiting:
+                copy, reading = self._waiting.popleft()
+                reading.close()
+                copy.leave()
+
+    def abandon(self) -> None:
+        """Drops all reads on the device, whatever state it is in."""
+        readings = [reading for _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
+        with suppress(RuntimeError):
+            self._mover.finish()
+        for reading in readings:
+            reading.close()

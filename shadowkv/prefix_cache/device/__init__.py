@@ -1,0 +1,1 @@
+"""What is on the device: the tree of cached prefixes, which sequences have them, and what a prompt finds there"""

@@ -1,0 +1,178 @@
+"""A radix tree over pages of token ids, and which sequences can be forked after which of them.
+
+A node is a run of pages that were computed together after a page of its parent. Its first page's name stands for
+all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
+have the same tokens, where several requests computed them at once: the longest match is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
+
+
+@dataclass(eq=False)
+class Node:
+    """Pages ``first`` to ``end`` of a prompt.
+
+    Attributes:
+        parent: the node it continues; None at the root.
+        names: of its pages.
+        sealed: whether they are in the policy's compressed form; dense pages with the same tokens are another node's.
+        holders: sequences that have its pages, and the page up to which they have them.
+        children: nodes that begin behind one of its pages.
+        origin: what names of its prompt build on.
+        uid: identifies the exact bytes: what continues them was computed on them.
+        copied: whether there is a copy of its pages below the device: then they stay, even without a holder.
+        used: when it was last used, in seconds by the clock of ``Eviction``.
+        hits: number of requests so far that did not have to compute its pages.
+    """
+
+    parent: Node | None
+    first: int
+    names: list[str]
+    sealed: bool
+    holders: dict[CachedSequence, int] = field(default_factory=dict)
+    children: list[Node] = field(default_factory=list)
+    origin: str = ""
+    uid: str = field(default_factory=new_uid)
+    copied: bool = False
+    used: float = 0.0
+    hits: int = 0
+
+    @property
+    def end(self) -> int:
+        """The page after its last."""
+        return self.first + len(self.names)
+
+    @property
+    def ancestors(self) -> Iterator[Node]:
+        """What it continues, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class PrefixTree:
+    """All nodes, and each sequence's path through them.
+
+    Attributes:
+        changes: counts changes to nodes, their holders and their copies.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._by_first: dict[str, list[Node]] = {}
+        self._paths: dict[CachedSequence, list[Node]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_first.values()))
+
+    def __iter__(self) -> Iterator[Node]:
+        return chain.from_iterable(self._by_first.values())
+
+    def path_of(self, sequence: CachedSequence) -> list[Node]:
+        """Nodes whose pages a sequence has, in order."""
+        return self._paths.get(sequence, [])
+
+    def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
+        """Nodes on a prompt's path, in order of their first pages, each with the page up to which it matches."""
+        reached = 0
+        for first, name in enumerate(names):
+            if first > reached:  # a node begins after a page of another
+                return
+            for node in self._by_first.get(name, ()):
+                end = first + common_pages(node.names, names, first)
+                reached = max(reached, end)
+                yield node, end
+
+    def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
+        """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its path."""
+        self.changes += 1
+        sealed = bool(sequence.path)
+        path = self._paths.setdefault(sequence, [])
+        if path and path[0].sealed != sealed:  # compressed since: it no longer has the dense pages
+            self.forget(sequence)
+            path = self._paths.setdefault(sequence, [])
+        covered = path[-1].holders[sequence] if path else 0
+        if covered < pages:
+            node = path[-1] if path else None
+            if node is None or not self._can_grow(node, covered):
+                node = self._insert(Node(node, covered, [], sealed, origin=names.origin), names[covered])
+                path.append(node)
+            node.names += names[covered:pages]
+            node.holders[sequence] = node.end
+        return path
+
+    def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
+        """Adds a node without holders; the caller has to add its copy."""
+        return self._insert(Node(parent, first, names, sealed, origin=origin), names[0])
+
+    @staticmethod
+    def _can_grow(node: Node, end: int) -> bool:
+        """Whether pages from ``end`` on can be added to the node: only its one holder has them."""
+        return len(node.holders) == 1 and not node.children and not node.copied and node.end == end
+
+    def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
+        """Records that ``child`` shares the first ``pages`` with ``parent``."""
+        self.changes += 1
+        self._paths[child] = []
+        if bool(child.path) == bool(parent.path):
+            for node in self._paths.get(parent, ()):
+                if node.first < pages and node.sealed == bool(child.path):
+                    self.join(child, node, min(node.holders[parent], pages))
+
+    def join(self, sequence: CachedSequence, node: Node, end: int) -> None:
+        """Records that ``sequence`` has the pages of the next node on its path, up to ``end``."""
+        self.changes += 1
+        self._paths.setdefault(sequence, []).append(node)
+        node.holders[sequence] = end
+
+    def cut(self, sequence: CachedSequence, pages: int) -> None:
+        """Records that ``sequence`` has only its first ``pages``."""
+        self.changes += 1
+        for node in list(self._paths[sequence]):
+            if node.first >= pages:
+                self._leave(sequence, node)
+            else:
+                node.holders[sequence] = min(node.holders[sequence], pages)
+                self.prune(node)
+
+    def forget(self, sequence: CachedSequence) -> None:
+        """Records that ``sequence`` is gone."""
+        self.changes += 1
+        for node in list(self._paths.get(sequence, ())):
+            self._leave(sequence, node)
+        self._paths.pop(sequence, None)
+
+    def _leave(self, sequence: CachedSequence, node: Node) -> None:
+        self._paths[sequence].remove(node)
+        del node.holders[sequence]
+        self.prune(node)
+
+    def _insert(self, node: Node, name: str) -> Node:
+        self.changes += 1
+        self._by_first.setdefault(name, []).append(node)
+        if node.parent is not None:
+            node.parent.children.append(node)
+        return node
+
+    def prune(self, node: Node | None) -> None:
+        """Removes pages without a holder: the last ones of a node, or the whole node and then those of its parent."""
+        while node is not None and not node.copied:
+            held = [*node.holders.values(), *(child.first for child in node.children)]
+            if held:
+                del node.names[max(held) - node.first :]
+                return
+            same = self._by_first[node.names[0]]
+            same.remove(node)
+            if not same:
+                del self._by_first[node.names[0]]
+            if node.parent is not None:
+                node.parent.children.remove(node)
+            node = node.parent

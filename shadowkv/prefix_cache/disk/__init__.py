@@ -1,0 +1,1 @@
+"""The disk tier: a directory of snapshots, which several servers may share"""

@@ -1,0 +1,231 @@
+"""Snapshots as files: written under a temporary name and renamed when complete, and read only as far as their
+checksums hold.
+
+A file is ``<name>.safetensors``: its header (``head.py``), the bytes of all layers, and the ids of the tokens that it
+covers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, decode, encode, file_name, header_bytes
+from shadowkv.prefix_cache.page_names import TokenIds, id_bytes
+
+if TYPE_CHECKING:
+    from shadowkv.prefix_cache.disk.workers import Workers
+
+TEMPORARY = ".tmp-"
+
+READ_BLOCK = 4 * 2**20
+"""Bytes per read: enough to keep a disk busy, with the checksum taken while the block is in the processor's cache."""
+
+Buffer: TypeAlias = memoryview | bytearray | bytes | npt.NDArray[Any]
+
+
+class SnapshotGone(Exception):
+    """A file that is gone, or replaced by another under its name: an ordinary miss."""
+
+
+def write_snapshot(
+    directory: Path,
+    head: Head,
+    token_ids: TokenIds,
+    slabs: Iterable[Buffer],
+    *,
+    replace_existing: Callable[[], bool] = lambda: False,
+    go_on: Callable[[], bool] = lambda: True,
+    files: FileSystem | None = None,
+) -> Head | None:
+    """Writes a file; returns its head with the checksums, or None if a file of its name is there and stays.
+
+    ``slabs`` are the bytes of all layers in order, split anywhere; each is used up before the next is requested.
+    ``replace_existing`` is called when the file is complete, ``go_on`` before each slab. Raises OSError where the file
+    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids do not match ``head``;
+    in those cases nothing is left of the file.
+    """
+    files = files or FileSystem()
+    ids = id_bytes(token_ids)
+    if len(ids) != 4 * head.tokens:
+        raise ValueError(f"{len(ids) // 4} token ids for tokens {head.start} to {head.length}")
+    begin = len(encode(head))
+    temporary = temporary_path(directory)
+    descriptor = files.create(temporary)
+    try:
+        try:
+            files.reserve(descriptor, head.file_bytes)
+            checksum, offset, end = xxhash.xxh3_128(), begin, begin + head.nbytes
+            for slab in slabs:
+                if not go_on():
+                    raise InterruptedError(f"{head.name} was given up")
+                data = as_bytes(slab)
+                if offset + len(data) > end:
+                    raise ValueError(f"more data than {head.nbytes} bytes")
+                checksum.update(data)
+                _write(files, descriptor, data, offset)
+                offset += len(data)
+            if offset != end:
+                raise ValueError(f"{offset - begin} bytes of data instead of {head.nbytes}")
+            _write(files, descriptor, memoryview(ids), end)
+            head = replace(head, checksum=checksum.hexdigest(), token_checksum=xxhash.xxh3_128_hexdigest(ids))
+            _write(files, descriptor, memoryview(encode(head)), 0)
+            files.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        return head if files.publish(temporary, directory / head.file_name, replace_existing()) else None
+    finally:
+        files.remove(temporary)
+
+
+def temporary_path(directory: Path) -> Path:
+    """A name specific to this process for an unfinished file."""
+    return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = files.write(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The bytes of a buffer, without copying; raises ValueError or TypeError if they are not in one piece."""
+    view: memoryview[Any] = memoryview(cast(Any, buffer))  # NumPy's types do not declare arrays as buffers
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+class SnapshotFile:
+    """A file open for reading: these bytes stay whatever happens to its name. It may still have a ``temporary`` one.
+
+    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong; methods raise the last two.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, files: FileSystem | None = None, *, temporary: Path | None = None
+    ) -> None:
+        self._files = files or FileSystem()
+        self.path = temporary or directory / file_name(name)
+        self._descriptor = self._files.open(self.path)
+        try:
+            self.status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(self.status.st_mode):
+                raise BadSnapshot(self.path, "not a regular file")
+            prefix = self._read(0, 8)
+            self._begin = header_bytes(self.path, prefix, self.status.st_size)
+            self.head: Head = decode(self.path, name, prefix + self._read(8, self._begin - 8), self.status.st_size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def token_ids(self) -> npt.NDArray[np.uint32]:
+        """The ids of the tokens that it covers."""
+        raw = self._read(self._begin + self.head.nbytes, 4 * self.head.tokens)
+        if xxhash.xxh3_128_hexdigest(raw) != self.head.token_checksum:
+            raise BadSnapshot(self.path, "the checksum of its token ids is another")
+        return np.frombuffer(raw, "<u4")
+
+    def expect(self, token_ids: TokenIds) -> None:
+        """Raises BadSnapshot if it holds other tokens, ValueError if their number differs."""
+        ids = id_bytes(token_ids)
+        if len(ids) != 4 * self.head.tokens:
+            raise ValueError(f"{len(ids) // 4} token ids for tokens {self.head.start} to {self.head.length}")
+        if self.token_ids().tobytes() != ids:
+            raise BadSnapshot(self.path, "it is of other tokens")
+
+    def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
+        """Fills ``buffers`` with the data of all layers, in blocks that several ``readers`` read in parallel.
+
+        Raises ValueError if the buffers differ in size. Their contents are valid only if nothing was raised; they are
+        not written to after the call returns, whatever its outcome.
+        """
+        blocks, offset = [], self._begin
+        for view in map(as_bytes, buffers):
+            for begin in range(0, len(view), READ_BLOCK):
+                blocks.append((view[begin : begin + READ_BLOCK], offset + begin))
+            offset += len(view)
+        if offset != self._begin + self.head.nbytes:
+            raise ValueError(f"buffers of {offset - self._begin} bytes for {self.head.nbytes} of data")
+        checksum = xxhash.xxh3_128()
+        if readers is None:
+            for block, at in blocks:
+                self._fill(block, at)
+                checksum.update(block)
+        else:
+            reads: list[Future[None]] = [readers.submit(self._fill, block, at) for block, at in blocks]
+            try:
+                for read, (block, _) in zip(reads, blocks):
+                    read.result()
+                    checksum.update(block)
+            finally:
+                for read in reads:
+                    read.cancel()
+                wait(reads)
+        if checksum.hexdigest() != self.head.checksum:
+            raise BadSnapshot(self.path, "the checksum of its data is another")
+
+    def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
+        """Reads everything; ``progress`` is called with byte counts."""
+        self.token_ids()
+        checksum, block = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BLOCK, self.head.nbytes)))
+        for begin in range(0, self.head.nbytes, READ_BLOCK):
+            part = block[: self.head.nbytes - begin]
+            self._fill(part, self._begin + begin)
+            checksum.update(part)
+            progress(len(part))
+        if checksum.hexdigest() != self.head.checksum:
+            raise BadSnapshot(self.path, "the checksum of its data is another")
+
+    def stream(self) -> BinaryIO:
+        """All of its bytes from the first on, as a separate file object."""
+        return os.fdopen(os.dup(self._descriptor), "rb")
+
+    def _read(self, offset: int, size: int) -> bytes:
+        raw = bytearray(size)
+        self._fill(memoryview(raw), offset)
+        return bytes(raw)
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        while buffer:
+            count = self._files.read(self._descriptor, buffer, offset)
+            if not count:
+                raise BadSnapshot(self.path, f"cut off after {offset} bytes")
+            buffer, offset = buffer[count:], offset + count
+
+    def is_current(self) -> bool:
+        """Whether its name still refers to these bytes."""
+        try:
+            status = self._files.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == (self.status.st_dev, self.status.st_ino)
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> SnapshotFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_head(directory: Path, name: str, files: FileSystem | None = None) -> tuple[Head, os.stat_result]:
+    """Head and status of a file; raises as ``SnapshotFile`` does."""
+    with SnapshotFile(directory, name, files) as file:
+        return file.head, file.status

@@ -1,0 +1,277 @@
+"""The header of a snapshot's file: a safetensors header that can be written in exactly one way.
+
+``__metadata__`` says everything, and the rest follows from it: tensors ``layer.000`` … of ``layer_bytes`` uint8 each,
+in order and without gaps, then ``token_ids`` as uint32. Spaces pad it to a multiple of 4,096 bytes. A header is read
+by rewriting what its metadata says: any byte that differs is an error, and so is any that ``header_checksum`` does
+not cover.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shadowkv.prefix_cache.page_names import CacheKey, canonical, new_uid
+from shadowkv.prefix_cache.protocol import is_snapshot_name
+
+FORMAT = "shadowkv-snapshot"
+VERSION = "1"
+
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_LAYERS = 4096
+MAX_NUMBER = 10**15
+"""Limit for numbers of bytes, tokens and seconds."""
+
+ALIGNMENT = 4096
+CHECKSUM_CHARS = 32
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
+_UID = re.compile(r"[0-9a-f]{32}")
+
+
+class BadSnapshot(Exception):
+    """A file that is not byte for byte what was written; it is never served.
+
+    Attributes:
+        path: of the file.
+        problem: what is wrong with it.
+        action: what was done about it.
+    """
+
+    def __init__(self, path: Path, problem: str, action: str = "not served") -> None:
+        super().__init__(path, problem, action)
+        self.path, self.problem, self.action = path, problem, action
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; {self.action}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a file says about its snapshot. Raises ValueError for impossible values.
+
+    Attributes:
+        name: of the file, without its suffix.
+        origin: where the chain of its name begins: a hash of key and salt.
+        parent: name of the snapshot that it continues, "" if it begins with a prompt's first token.
+        uid: name of these bytes.
+        parent_uid: uid of the parent's bytes that it was computed on, "" without one.
+        start: position of its first token.
+        length: number of tokens from the prompt's first to its last.
+        layers: of the model; the data are as many runs of bytes. 1 where layers differ in size: all are in one run.
+        layer_bytes: length of each.
+        header: what the cache needs to load the data, a JSON object that is not interpreted here.
+        key: digest of everything the bytes depend on.
+        facts: the same, in readable form.
+        created: in seconds since 1970.
+        checksum: xxh3-128 of the data of all layers; known only once they have been written.
+        token_checksum: of the token ids.
+    """
+
+    name: str
+    origin: str
+    parent: str
+    uid: str
+    parent_uid: str
+    start: int
+    length: int
+    layers: int
+    layer_bytes: int
+    header: Mapping[str, Any]
+    key: str
+    facts: Mapping[str, Any]
+    created: int
+    checksum: str = field(default="0" * CHECKSUM_CHARS)
+    token_checksum: str = field(default="0" * CHECKSUM_CHARS)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "origin", "parent", "key"):
+            text = getattr(self, name)
+            if not is_snapshot_name(text) and (text or name != "parent"):
+                raise ValueError(f"{name} {text!r} is none")
+        for name in ("uid", "parent_uid", "checksum", "token_checksum"):
+            text = getattr(self, name)
+            if not _UID.fullmatch(text) and (text or name != "parent_uid"):
+                raise ValueError(f"{name} {text!r} is not 32 hex digits")
+        if bool(self.parent) != bool(self.parent_uid):
+            raise ValueError("parent and parent_uid go together")
+        if self.parent == self.name:
+            raise ValueError("it continues itself")
+        if not (1 <= self.layers <= MAX_LAYERS and 1 <= self.layer_bytes <= MAX_NUMBER):
+            raise ValueError(f"{self.layers} layers of {self.layer_bytes} bytes cannot be")
+        if not 0 <= self.start < self.length <= MAX_NUMBER or bool(self.start) > bool(self.parent):
+            raise ValueError(f"tokens {self.start} to {self.length} cannot be, with the parent {self.parent!r}")
+        if not 0 <= self.created <= MAX_NUMBER:
+            raise ValueError(f"created {self.created} is no time")
+
+    @classmethod
+    def new(
+        cls,
+        key: CacheKey,
+        *,
+        name: str,
+        origin: str,
+        start: int,
+        length: int,
+        layers: int,
+        layer_bytes: int,
+        header: Mapping[str, Any],
+        parent: str = "",
+        parent_uid: str = "",
+        uid: str | None = None,
+    ) -> Head:
+        """The head of a snapshot that is about to be written; ``uid`` is a new one by default."""
+        return cls(
+            name,
+            origin,
+            parent,
+            uid or new_uid(),
+            parent_uid,
+            start,
+            length,
+            layers,
+            layer_bytes,
+            header,
+            key.digest,
+            key.facts,
+            int(time.time()),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that it covers itself."""
+        return self.length - self.start
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(encode(self)) + self.nbytes + 4 * self.tokens
+
+    @property
+    def file_name(self) -> str:
+        """Its file name, without the directory."""
+        return file_name(self.name)
+
+
+def file_name(name: str) -> str:
+    """The file name of the snapshot ``name``."""
+    return f"{name}.safetensors"
+
+
+def encode(head: Head) -> bytes:
+    """The bytes of a file before its data; their number does not depend on the checksums."""
+    blank = _encode(head, "0" * CHECKSUM_CHARS)
+    return _encode(head, xxhash.xxh3_128_hexdigest(blank))
+
+
+def _encode(head: Head, header_checksum: str) -> bytes:
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "header_checksum": header_checksum,
+        "checksum": head.checksum,
+        "token_checksum": head.token_checksum,
+        "name": head.name,
+        "origin": head.origin,
+        "parent": head.parent,
+        "uid": head.uid,
+        "parent_uid": head.parent_uid,
+        "start": str(head.start),
+        "length": str(head.length),
+        "layers": str(head.layers),
+        "layer_bytes": str(head.layer_bytes),
+        "created": str(head.created),
+        "key": head.key,
+        "facts": canonical(head.facts),
+        "header": canonical(head.header),
+    }
+    content: dict[str, Any] = {"__metadata__": metadata}
+    width = head.layer_bytes
+    for layer in range(head.layers):
+        begin = layer * width
+        content[f"layer.{layer:03d}"] = {"dtype": "U8", "shape": [width], "data_offsets": [begin, begin + width]}
+    offsets = [head.nbytes, head.nbytes + 4 * head.tokens]
+    content["token_ids"] = {"dtype": "U32", "shape": [head.tokens], "data_offsets": offsets}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(text)} bytes, more than {MAX_HEADER_BYTES}")
+    return struct.pack("<Q", len(text)) + text
+
+
+def header_bytes(path: Path, prefix: bytes, size: int) -> int:
+    """Length of the whole header, from the first 8 bytes of a file of ``size`` bytes; raises BadSnapshot."""
+    if len(prefix) < 8:
+        raise BadSnapshot(path, f"cut off after {len(prefix)} bytes")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise BadSnapshot(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
+    if 8 + length > size:
+        raise BadSnapshot(path, f"cut off in the header, {size} bytes of {8 + length}")
+    return int(8 + length)
+
+
+def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
+    """The head in ``raw``, the first bytes of a file of ``size`` bytes; raises BadSnapshot unless it is that of
+    ``name``."""
+    try:
+        content = json.loads(raw[8:])
+        metadata = content["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise ValueError("it is no snapshot")
+        if metadata["version"] != VERSION:
+            raise BadSnapshot(path, f"version {str(metadata['version'])[:20]!r}, this is {VERSION}")
+        head = Head(
+            name=metadata["name"],
+            origin=metadata["origin"],
+            parent=metadata["parent"],
+            uid=metadata["uid"],
+            parent_uid=metadata["parent_uid"],
+            start=_number(metadata["start"]),
+            length=_number(metadata["length"]),
+            layers=_number(metadata["layers"]),
+            layer_bytes=_number(metadata["layer_bytes"]),
+            header=_object(metadata["header"]),
+            key=metadata["key"],
+            facts=_object(metadata["facts"]),
+            created=_number(metadata["created"]),
+            checksum=metadata["checksum"],
+            token_checksum=metadata["token_checksum"],
+        )
+        same = encode(head) == raw
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadSnapshot(path, f"not a snapshot's header ({type(error).__name__}: {str(error)[:100]})") from error
+    if not same:
+        raise BadSnapshot(path, "the header's checksum is another")
+    if head.name != name:
+        raise BadSnapshot(path, f"it is the file of {head.name}")
+    expected = len(raw) + head.nbytes + 4 * head.tokens
+    if size != expected:
+        raise BadSnapshot(path, f"{size} bytes instead of {expected}")
+    return head
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"{text[:20]!r} is no number")
+    return int(text)
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value

@@ -1,0 +1,196 @@
+"""Names that prompts are saved under: small files beside the snapshots, each of which lists what it keeps.
+
+``names/NAME.json`` lists the snapshots of a prompt from its first token on, without its tokens or its salt. What one
+of these lists names is kept: no server evicts it and no ``prune`` removes it, until the name is saved anew or
+forgotten. The whole chain is listed, so that a server that has not yet seen its files keeps what they continue.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
+from shadowkv.prefix_cache.disk.files import temporary_path
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.head import MAX_NUMBER
+from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_save_name, is_snapshot_name
+
+logger = logging.getLogger(__name__)
+
+FOLDER, SUFFIX = "names", ".json"
+
+FORMAT = "shadowkv-name-1"
+
+CLOCK_NANOSECONDS = 2 * 10**9
+"""A change this shortly before a listing may be missing from it."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a name keeps. Raises ValueError for impossible values.
+
+    Attributes:
+        format: of the file.
+        key: digest of what the snapshots' bytes depend on.
+        tokens: number of the prompt's tokens that were saved, from its first on.
+        snapshots: their names, each continued by the next.
+        saved: in seconds since 1970.
+    """
+
+    format: str
+    key: str
+    tokens: int
+    snapshots: tuple[str, ...]
+    saved: int
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"its format is {self.format[:40]!r}, not {FORMAT!r}")
+        for name in (self.key, *self.snapshots):
+            if not is_snapshot_name(name):
+                raise ValueError(f"{name[:80]!r} is not 40 hex digits")
+        if not self.snapshots or len(set(self.snapshots)) < len(self.snapshots):
+            raise ValueError("it must list one snapshot or more, each once")
+        if not (1 <= self.tokens <= MAX_NUMBER and 0 <= self.saved <= MAX_NUMBER):
+            raise ValueError(f"{self.tokens} tokens saved at {self.saved} cannot be")
+
+    @classmethod
+    def new(cls, key: str, tokens: int, snapshots: tuple[str, ...]) -> Save:
+        """A save made now."""
+        return cls(FORMAT, key, tokens, snapshots, int(time.time()))
+
+    def is_of(self, chain: Sequence[Entry]) -> bool:
+        """Whether these are the snapshots that it lists, of its key, and hold the number of tokens it says."""
+        return (
+            tuple(entry.name for entry in chain) == self.snapshots
+            and all(entry.head.key == self.key for entry in chain)
+            and chain[-1].head.start < self.tokens <= chain[-1].head.length
+        )
+
+
+def name_file(name: str) -> str:
+    """File of a name, within the directory of snapshots; raises ValueError for an invalid name."""
+    return f"{FOLDER}/{check_save_name(name)}{SUFFIX}"
+
+
+class Names:
+    """The names of a directory of snapshots; every method may be called from any thread, and waits for the disk."""
+
+    def __init__(self, directory: Path, files: FileSystem) -> None:
+        self._directory, self._files, self._folder = directory, files, directory / FOLDER
+        # One attribute because several threads set it: when the folder that was read changed, and what it said.
+        self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Snapshots that names keep, as the last ``refresh`` found them; does not wait."""
+        return self._known[1]
+
+    def path(self, name: str) -> Path:
+        """The file of a name; raises ValueError for an invalid name."""
+        return self._directory / name_file(name)
+
+    def read(self, name: str) -> Save:
+        """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, and OSError."""
+        path = self.path(name)
+        try:
+            descriptor = self._files.open(path)
+        except FileNotFoundError:
+            raise UnknownName(f"nothing is saved as {name!r}") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _bad(path, "it is a link") from None
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _bad(path, "it is not a regular file")
+            data, size = bytearray(MOST_BYTES + 1), 0
+            while count := self._files.read(descriptor, memoryview(data)[size:], size):
+                size += count
+        finally:
+            os.close(descriptor)
+        try:
+            return from_json(Save, bytes(data[:size]))
+        except ValueError as error:
+            raise _bad(path, str(error)) from None
+
+    def write(self, name: str, save: Save, *, replace: bool = True) -> bool:
+        """Saves under a name; returns whether it did: an existing save stays unless ``replace``. If it raises OSError,
+        nothing has changed."""
+        path, temporary = self.path(name), temporary_path(self._directory)
+        descriptor = self._files.create(temporary)
+        try:
+            try:
+                data, offset = memoryview(to_json(save).encode()), 0
+                while data:
+                    count = self._files.write(descriptor, data, offset)
+                    data, offset = data[count:], offset + count
+                self._files.sync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._files.make_directory(self._folder)
+            return self._files.publish(temporary, path, replace)
+        finally:
+            self._files.remove(temporary)
+
+    def remove(self, name: str) -> None:
+        """Forgets a name, even with a bad file; raises UnknownName and OSError."""
+        path = self.path(name)
+        try:
+            exists = path.name in self._files.names(path.parent)
+        except FileNotFoundError:
+            exists = False
+        if not exists:
+            raise UnknownName(f"nothing is saved as {name!r}")
+        self._files.remove(path)
+
+    def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
+        """What every name keeps, and what is wrong with the files of other names; raises OSError."""
+        saves: dict[str, Save] = {}
+        bad: dict[str, UnusableName] = {}
+        try:
+            files = sorted(self._files.names(self._folder))
+        except FileNotFoundError:
+            return saves, bad
+        for file in files:
+            name = file.removesuffix(SUFFIX)
+            if name == file:
+                continue
+            try:
+                saves[name] = self.read(name)
+            except UnknownName:
+                pass  # it has just been forgotten
+            except UnusableName as error:
+                bad[name] = error
+            except ValueError:
+                pass  # this name cannot have been saved under
+        return saves, bad
+
+    def refresh(self) -> frozenset[str]:
+        """The current ``pins``, read again where the folder has changed; raises OSError."""
+        try:
+            changed = self._files.stat(self._folder).st_mtime_ns
+        except FileNotFoundError:
+            self._known = None, frozenset(), frozenset()
+            return frozenset()
+        seen, pins, complained = self._known
+        if changed != seen:
+            now = time.time_ns()
+            saves, bad = self.all()
+            for name in bad.keys() - complained:
+                logger.warning("%s", bad[name])
+            pins = frozenset(snapshot for save in saves.values() for snapshot in save.snapshots)
+            self._known = changed if now - changed > CLOCK_NANOSECONDS else None, pins, frozenset(bad)
+        return pins
+
+
+def _bad(path: Path, problem: str) -> UnusableName:
+    return UnusableName(f"{path} is not what was written: {problem}; save it anew")

@@ -1,0 +1,260 @@
+"""Writes snapshots on one thread, within a limit of bytes: callers never wait."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.prefix_cache.disk.files import Buffer, SnapshotGone, write_snapshot
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.head import Head, file_name
+from shadowkv.prefix_cache.disk.index import Entry, Index
+from shadowkv.prefix_cache.disk.names import Names, Save
+from shadowkv.prefix_cache.disk.workers import Workers
+from shadowkv.prefix_cache.page_names import TokenIds
+from shadowkv.prefix_cache.stats import Counts
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 600.0
+
+EVICTION_ROUNDS = 3
+"""Passes over all files: those that another server turns out to have used are newer in the next one."""
+
+CLOCK_SECONDS = 0.001
+"""Largest difference between a time on the disk and the one it was set to, in seconds."""
+
+GIVING_UP_SECONDS = 1.0
+"""Time for a writer that has been told to give up to remove its unfinished file."""
+
+
+@dataclass(frozen=True)
+class WriterLimits:
+    """Limits on what is written.
+
+    Attributes:
+        directory_bytes: of all files.
+        queue_bytes: of snapshots waiting to be written; one may always wait.
+        pause_seconds: without writes after a failed one, doubled after each further failure.
+    """
+
+    directory_bytes: int
+    queue_bytes: int
+    pause_seconds: float
+
+
+class Writer:
+    """The writing half of a disk tier, which removes nothing that ``names`` keep.
+
+    ``look`` takes up a file that the index may lack; ``complete`` says whether the index has all files, before which
+    none is removed to make room for others.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limits: WriterLimits,
+        index: Index,
+        counts: Counts,
+        files: FileSystem,
+        names: Names,
+        *,
+        look: Callable[[str], object],
+        complete: Callable[[], bool],
+        event: Callable[[str, Entry], None],
+    ) -> None:
+        self._directory, self._limits, self._index, self._counts, self._files = directory, limits, index, counts, files
+        self._names = names
+        self._look, self._complete, self._event = look, complete, event
+        self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}
+        self._paused_until, self._pause = 0.0, limits.pause_seconds
+        self._give_up = threading.Event()
+        self._thread = Workers(1, "cache-write")
+
+    def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
+        """Queues a snapshot; the future says whether it is on the disk, after which data and ids may be reused."""
+        size = head.nbytes
+        with self._lock:
+            full = bool(self._waiting) and sum(self._waiting.values()) + size > self._limits.queue_bytes
+            refused = full or head.name in self._waiting or time.monotonic() < self._paused_until
+            if not refused:
+                self._waiting[head.name] = size
+        if refused:
+            return self._refused()
+        future = self._thread.submit(self._write, head, token_ids, slabs)
+        future.add_done_callback(lambda _: self._done(head.name))
+        return future
+
+    def keep(self, name: str, save: Save) -> Future[None]:
+        """Queues a name for what is on the disk; the future raises SnapshotGone where part of it is missing, OSError
+        where the name cannot be written."""
+        return self._thread.submit(self._keep, name, save)
+
+    def _keep(self, name: str, save: Save) -> None:
+        # Nothing is evicted on this thread meanwhile; another server may have evicted before it saw the name.
+        self._check_there(save)
+        self._names.write(name, save)
+        for snapshot in save.snapshots:  # a server that is evicting and has not seen the name sees that they are used
+            with suppress(OSError):
+                self._files.touch(self._directory / file_name(snapshot), time.time())
+        self._check_there(save)
+        with suppress(OSError):  # it is saved; only the size of what names keep is known a little later
+            self._names.refresh()
+
+    def _check_there(self, save: Save) -> None:
+        for snapshot in save.snapshots:
+            path = self._directory / file_name(snapshot)
+            try:
+                self._files.stat(path)
+            except FileNotFoundError:
+                if (entry := self._index.remove(snapshot)) is not None:
+                    self._event("lost", entry)
+                raise SnapshotGone(f"{path} is not there any more") from None
+
+    def _done(self, name: str) -> None:
+        with self._lock:
+            del self._waiting[name]
+
+    def _refused(self) -> Future[bool]:
+        self._counts.add(refused=1)
+        refused: Future[bool] = Future()
+        refused.set_result(False)
+        return refused
+
+    def close(self, timeout: float) -> bool:
+        """Writes what is queued, within ``timeout`` seconds, and stops; returns whether all was written."""
+        if self._thread.close(timeout, drain=True):
+            return True
+        self._give_up.set()
+        self._thread.close(GIVING_UP_SECONDS)
+        return False
+
+    def _write(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> bool:
+        if self._stays(head.name):
+            return False
+        ancestors = self._ancestors(head)
+        if ancestors is None or not self._index.fits(head) or time.monotonic() < self._paused_until:
+            return self._refused().result()
+        try:
+            written = self._make_room(head.file_bytes, ancestors) and self._attempt(head, token_ids, slabs, ancestors)
+        except InterruptedError:
+            return False
+        except OSError as error:
+            self._failed(error)
+            return False
+        except (ValueError, RuntimeError, MemoryError):
+            self._counts.add(write_errors=1)
+            logger.exception("%s is not stored", head.name)
+            return False
+        if written is False:
+            return self._refused().result()
+        self._pause = self._limits.pause_seconds
+        if written is None:
+            return False
+        entry = Entry(written, written.file_bytes, time.time())
+        self._index.add(entry)
+        self._counts.add(writes=1, written_bytes=entry.file_bytes)
+        self._event("stored", entry)
+        return True
+
+    def _attempt(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]) -> Head | None:
+        """Writes a file; if the disk is full and the data can be iterated again, evicts others and tries once more."""
+        begun = False
+
+        def go_on() -> bool:
+            nonlocal begun
+            begun = True
+            return not self._give_up.is_set()
+
+        def attempt() -> Head | None:
+            return write_snapshot(
+                self._directory,
+                head,
+                token_ids,
+                slabs,
+                replace_existing=lambda: not self._stays(head.name),
+                go_on=go_on,
+                files=self._files,
+            )
+
+        try:
+            return attempt()
+        except OSError as error:
+            again = not begun or iter(slabs) is not slabs
+            if error.errno != errno.ENOSPC or not again or not self._evict(head.file_bytes, keep):
+                raise
+        return attempt()
+
+    def _stays(self, name: str) -> bool:
+        """Whether a file of this name is there and usable."""
+        entry = self._entry(name)
+        return entry is not None and self._index.fits(entry.head)
+
+    def _entry(self, name: str) -> Entry | None:
+        if self._index.get(name) is None:
+            self._look(name)
+        return self._index.get(name)
+
+    def _ancestors(self, head: Head) -> set[str] | None:
+        """Names of all that a snapshot continues; None if one of them is missing, as it could not be read then."""
+        names: set[str] = set()
+        name = head.parent
+        while name:
+            entry = self._entry(name)
+            if entry is None or name in names:
+                return None
+            names.add(name)
+            name = entry.head.parent
+        return names
+
+    def _failed(self, error: OSError) -> None:
+        self._counts.add(write_errors=1)
+        logger.warning(
+            "%s cannot be written to: %s; nothing is stored there for %g s, and requests go on without",
+            self._directory,
+            error.strerror or error,
+            self._pause,
+        )
+        self._paused_until = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _make_room(self, size: int, keep: set[str]) -> bool:
+        """Evicts until ``size`` more bytes are within the limit; returns whether there is room then."""
+        limit = self._limits.directory_bytes
+        over = self._index.bytes + size - limit
+        if over <= 0 or (size <= limit and not self._complete()):
+            return True
+        kept = self._index.size(keep | self._names.refresh())
+        return size + kept <= limit and self._evict(over, keep) >= over
+
+    def _evict(self, size: int, keep: set[str]) -> int:
+        """Evicts files of ``size`` bytes or slightly more, if there are enough; returns the number of bytes."""
+        freed = 0
+        for _ in range(EVICTION_ROUNDS if self._complete() else 0):
+            for entry in self._index.by_age(keep | self._names.refresh()):
+                if freed >= size:
+                    return freed
+                freed += self._remove(entry)
+        return freed
+
+    def _remove(self, entry: Entry) -> int:
+        """Removes a file, unless another server has used it; returns how many bytes that frees."""
+        path = self._directory / file_name(entry.name)
+        with suppress(FileNotFoundError):  # another server removed it first
+            used = self._files.stat(path).st_mtime
+            if used > entry.used + CLOCK_SECONDS:
+                self._index.used(entry.name, used)
+                return 0
+            self._files.remove(path)
+        self._index.remove(entry.name)
+        self._counts.add(evictions=1)
+        self._event("evicted", entry)
+        return entry.file_bytes

@@ -1,0 +1,234 @@
+"""Snapshots in a tar file, each after all that it continues, and names after all that they keep.
+
+What an archive contains is trusted only as far as it is checked.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
+from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, temporary_path
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
+from shadowkv.prefix_cache.disk.index import Entry, Index
+from shadowkv.prefix_cache.disk.inventory import Inventory
+from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Names, Save, name_file
+from shadowkv.prefix_cache.protocol import SAVE_NAME, UnusableName, is_snapshot_name
+from shadowkv.wording import counted
+
+COPY_BYTES = 4 * 2**20
+
+MOST_AT_ONCE = 16 * 2**20
+"""Bytes that a tar file may have read into memory at once, whatever its own headers say."""
+
+_NAME_FILE = re.compile(f"{FOLDER}/({SAVE_NAME}){re.escape(SUFFIX)}")
+
+
+def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
+    """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
+    entries: dict[str, Entry] = {}
+    for name in names:
+        if name in inventory.bad:
+            raise ValueError(str(inventory.bad[name]))
+        chain = inventory.index.chain(name)
+        if not chain:
+            raise ValueError(f"what {name} continues is not there, or not what it was computed on")
+        entries |= {entry.name: entry for entry in chain}
+    return list(entries.values())
+
+
+def chosen(inventory: Inventory, texts: Sequence[str]) -> tuple[list[Entry], dict[str, Save]]:
+    """What to export for each text, which is a saved name or else the beginning of a snapshot's name.
+
+    A saved name gives its chain and the name itself; a snapshot gives its chain and all names that keep nothing else.
+    Raises ValueError and UnusableName for what is missing or unusable.
+    """
+    saves: dict[str, Save] = {}
+    snapshots = []
+    for text in texts:
+        if text in inventory.bad_saves:
+            raise inventory.bad_saves[text]
+        if (save := inventory.saves.get(text)) is None:
+            snapshots.append(inventory.named(text))
+        elif inventory.is_there(save):
+            saves[text] = save
+        else:
+            raise ValueError(f"what is saved as {text!r} is not all there, or not what was saved")
+    along = {entry.name for entry in chains(inventory, snapshots)}
+    for name, save in inventory.saves.items():
+        if along.issuperset(save.snapshots) and inventory.is_there(save):
+            saves[name] = save
+    return chains(inventory, snapshots + [save.snapshots[-1] for save in saves.values()]), saves
+
+
+def export_snapshots(
+    directory: Path,
+    entries: Sequence[Entry],
+    saves: Mapping[str, Save],
+    target: Path,
+    progress: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Writes files to a new tar file, each once all of its bytes are verified, followed by the names that keep them.
+
+    Raises OSError, including FileExistsError, and BadSnapshot; in that case nothing is left of the file.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} is there already; name another file or move it away")
+    temporary = temporary_path(target.resolve().parent)
+    try:
+        with (
+            os.fdopen(FileSystem().create(temporary), "wb") as raw,
+            tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as archive,
+        ):
+            for entry in entries:
+                with SnapshotFile(directory, entry.name) as file, file.stream() as stream:
+                    file.verify(progress)
+                    member = tarfile.TarInfo(file.head.file_name)
+                    member.size, member.mtime, member.mode = file.status.st_size, int(file.status.st_mtime), 0o600
+                    archive.addfile(member, stream)
+            for name, save in saves.items():
+                data, member = to_json(save).encode(), tarfile.TarInfo(name_file(name))
+                member.size, member.mtime, member.mode = len(data), save.saved, 0o600
+                archive.addfile(member, io.BytesIO(data))
+            raw.flush()
+            os.fsync(raw.fileno())
+        if not FileSystem().publish(temporary, target, replace=False):
+            raise FileExistsError(f"{target} is there already")
+    finally:
+        FileSystem().remove(temporary)
+
+
+class _Bounded(io.BufferedReader):
+    """Limits how much of a tar file's headers is read: the headers themselves state their lengths."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= MOST_AT_ONCE:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
+def import_snapshots(
+    directory: Path, source: Path, progress: Callable[[int], object] = lambda count: None
+) -> list[tuple[str, str]]:
+    """Takes the snapshots and names of a tar file into a directory, which is made if need be; returns what became of
+    each member by its name: "imported", "there already", or why it was refused.
+
+    Raises OSError, and ValueError for what is not a tar file.
+    """
+    outcomes = []
+    FileSystem().make_directory(directory)
+    try:
+        with _Bounded(io.FileIO(source)) as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
+            size = source.stat().st_size
+            for member in archive:
+                try:
+                    outcome = _take(directory, archive, member, size, progress)
+                except BadSnapshot as error:
+                    outcome = f"refused: {error.problem}"
+                outcomes.append((member.name, outcome))
+    except (tarfile.TarError, EOFError) as error:
+        before = f"; {counted(len(outcomes), 'file')} came before" if outcomes else ""
+        raise ValueError(f"{source} is no tar file, or was cut off: {error}{before}") from error
+    return outcomes
+
+
+def _take(
+    directory: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int, progress: Callable[[int], object]
+) -> str:
+    name, saved_as = member.name.removesuffix(file_name("")), _NAME_FILE.fullmatch(member.name)
+    if not saved_as and (not is_snapshot_name(name) or member.name != file_name(name)):
+        return "refused: not the name of a snapshot's file or of a name's"
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+        return "refused: not a regular file"
+    if member.offset_data + member.size > size:
+        raise tarfile.ReadError(f"the {member.size} bytes of {name} are more than there are")
+    stream = archive.extractfile(member)
+    assert stream is not None  # a regular file has one
+    if not saved_as:
+        return _take_snapshot(directory, name, stream, progress)
+    if member.size > MOST_BYTES:
+        return f"refused: {member.size} bytes are more than a name's file can have, {MOST_BYTES}"
+    return _take_name(directory, saved_as[1], stream.read())
+
+
+def _take_snapshot(directory: Path, name: str, stream: IO[bytes], progress: Callable[[int], object]) -> str:
+    files, temporary = FileSystem(), temporary_path(directory)
+    try:
+        with os.fdopen(files.create(temporary), "wb") as target:
+            _copy(stream, target, progress)
+            target.flush()
+            os.fsync(target.fileno())
+        with SnapshotFile(directory, name, temporary=temporary) as file:
+            file.verify()
+            head = file.head
+        if head.parent and not _is_there(directory, head.parent, head.parent_uid):
+            return "refused: what it continues is not there, or not what it was computed on"
+        replace = not _is_of_use(directory, name)
+        return "imported" if files.publish(temporary, directory / head.file_name, replace) else "there already"
+    finally:
+        files.remove(temporary)
+
+
+def _take_name(directory: Path, name: str, data: bytes) -> str:
+    try:
+        save = from_json(Save, data)
+    except ValueError as error:
+        return f"refused: {error}"
+    if not save.is_of(_used(directory, save.snapshots)):
+        return "refused: what it keeps is not all there, or not what it says"
+    names = Names(directory, FileSystem())
+    if names.write(name, save, replace=False):
+        return "imported"
+    try:
+        existing = names.read(name)
+    except UnusableName as error:
+        return f"refused: {error}"
+    if replace(existing, saved=save.saved) != save:
+        return f"refused: something else is saved as {name!r} here; forget that first"
+    return "there already"
+
+
+def _used(directory: Path, snapshots: Sequence[str]) -> list[Entry]:
+    """The chain of these snapshots, marked as used now so that no server evicts them before it sees what keeps them;
+    empty where one is missing."""
+    index = Index()
+    for name in snapshots:
+        try:
+            head, status = read_head(directory, name)
+            FileSystem().touch(directory / head.file_name, time.time())
+        except (OSError, BadSnapshot):
+            return []
+        index.add(Entry(head, status.st_size, status.st_mtime))
+    return index.chain(snapshots[-1])
+
+
+def _copy(source: IO[bytes], target: IO[bytes], progress: Callable[[int], object]) -> None:
+    while data := source.read(COPY_BYTES):
+        target.write(data)
+        progress(len(data))
+
+
+def _head(directory: Path, name: str) -> Head | None:
+    try:
+        return read_head(directory, name)[0]
+    except (OSError, BadSnapshot):
+        return None
+
+
+def _is_there(directory: Path, name: str, uid: str) -> bool:
+    head = _head(directory, name)
+    return head is not None and head.uid == uid
+
+
+def _is_of_use(directory: Path, name: str) -> bool:
+    head = _head(directory, name)
+    return head is not None and (not head.parent or _is_there(directory, head.parent, head.parent_uid))
