@@ -27,11 +27,11 @@ from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.prefix_cache.cache import PrefixCache, Prompt
 from shadowkv.prefix_cache.copies.host import HostTier

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, exact_values, sealed_rows
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.loader import LoadedModel
 
 
@@ -49,10 +50,10 @@ def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: Cach
         return
     tokens = batch.pages.shape[1] * PAGE
     for layer in range(cache.shape.num_layers):
-        exact_rows = full.exact_keys(layer, dense.pages[0]), full.exact_values(layer, dense.pages[0])
-        stored = ~cache.exact_elsewhere(layer, batch)[0].repeat_interleave(cache.spec.chunk, dim=1)[:, :tokens]
+        exact_rows = exact_keys(full, layer, dense.pages[0]), exact_values(full, layer, dense.pages[0])
+        stored = ~exact_elsewhere(cache, layer, batch)[0].repeat_interleave(cache.spec.chunk, dim=1)[:, :tokens]
         errors = []
-        for row, found in zip(exact_rows, cache.sealed_rows(layer, batch), strict=True):
+        for row, found in zip(exact_rows, sealed_rows(cache, layer, batch), strict=True):
             wanted = row[:, :tokens].double()
             norm = wanted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros loses nothing
             errors.append(((wanted - found.double()).square().sum(-1) / norm)[stored])

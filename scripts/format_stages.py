@@ -29,10 +29,10 @@ from shadowkv.eval.policies import local_policies
 from shadowkv.eval.provenance import provenance
 from shadowkv.eval.ruler import TASKS
 from shadowkv.eval.statistics import mean_and_error
-from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.loader import load_config
 from shadowkv.plan.memory import sequence_bytes

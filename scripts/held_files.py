@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.page_names import PageNames

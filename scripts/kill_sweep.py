@@ -40,7 +40,7 @@ from soak_server import start_server, stop_server
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.disk.files import TEMPORARY
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")

@@ -41,21 +41,21 @@ def _codecs(*names: str) -> tuple[str, ...]:
 METHODS = (
     Method(
         "exact pages (`full`)",
-        (*_parts("keys_dense", "values_dense", "index_none"), "kvcache/decode.py"),
+        (*_parts("rows", "index_plain"), "kvcache/decode/attention.py"),
         ("append_block", "append_tokens", "paged_attention", "merge_attention", "write_rows"),
         ("cpu/paged_attention.h", "kernels/paged_attention.cuh"),
         ("kvcache/test_exactness.py", "ops/test_attention_ops.py"),
     ),
     Method(
         "dense prefill",
-        ("kvcache/prefill.py",),
+        ("kvcache/prefill/attention.py",),
         ("causal_attention", "block_attention", "ragged_attention"),
         (),
         ("ops/test_ragged_attention.py", "kvcache/test_packed_prefill.py"),
     ),
     Method(
         "sparse prefill",
-        ("kvcache/sparse_prefill.py",),
+        ("kvcache/prefill/sparse.py",),
         ("select_blocks", "attend_blocks"),
         ("kernels/score_blocks_sm90.cuh", "kernels/attend_blocks_sm90.cuh"),
         ("kvcache/test_sparse_prefill.py", "ops/test_prefill_blocks.py"),
@@ -69,21 +69,21 @@ METHODS = (
     ),
     Method(
         "attention to selected chunks",
-        ("kvcache/decode.py", "kvcache/selected_scores.py"),
+        ("kvcache/decode/attention.py", "kvcache/inspection.py"),
         ("attend_selected",),
         ("cpu/attend_selected.h", "kernels/attend_selected.cuh", "kernels/attend_latents_sm90.cuh"),
         ("ops/test_attend_selected.py", "kvcache/test_policies.py"),
     ),
     Method(
         "landmarks and outliers (ShadowKV)",
-        _parts("index_chunk_mean"),
+        _parts("index_chunks"),
         ("chunk_mean_scores", "find_outliers", "select_top_chunks"),
         ("kernels/select_top_chunks.cuh",),
         ("ops/test_selection_ops.py", "kvcache/test_fp8_landmarks.py"),
     ),
     Method(
         "bounds of keys (Quest)",
-        _parts("index_min_max"),
+        _parts("index_chunks"),
         ("min_max_scores", "select_top_chunks"),
         ("kernels/select_top_chunks.cuh",),
         ("ops/test_selection_ops.py",),
@@ -105,16 +105,14 @@ METHODS = (
     ),
     Method(
         "indexes of other papers, the oracle",
-        _parts(
-            *("index_exact", "index_pca", "index_recent", "index_skewed", "index_trig", "index_votes", "token_scores")
-        ),
+        _parts("index_plain", "index_pca", "index_skewed", "index_trig", "index_votes"),
         (),
         (),
         ("kvcache/test_policies.py", "kvcache/test_trig.py"),
     ),
     Method(
         "rows of levels (TurboQuant, PolarQuant)",
-        (*_parts("coded"), *_codecs("rotated", "lloyd", "tables", "packing")),
+        (*_parts("rows"), *_codecs("rotated", "lloyd", "tables", "packing")),
         ("quantise_rows", "attend_coded", "rebuild_rows"),
         ("codecs.h", "cpu/row_codecs.inc.h", "kernels/attend/value_codecs.cuh", "kernels/attend_coded.cuh"),
         (
@@ -151,7 +149,7 @@ METHODS = (
     ),
     Method(
         "Shard",
-        (*_parts("keys_mixed", "bit_allocation"), *_codecs("vectors")),
+        (*_parts("keys_mixed"), *_codecs("vectors")),
         ("project_latents", "quantise_rows", "attend_coded"),
         ("kernels/attend_mixed_sm90.cuh",),
         ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py", "ops/test_cuda_attend_mixed.py"),
@@ -159,7 +157,7 @@ METHODS = (
     ),
     Method(
         "values on the host",
-        ("kvcache/fetching.py",),
+        ("kvcache/decode/fetching.py",),
         ("fetch_chunks",),
         ("kernels/fetch_chunks.cuh",),
         ("ops/test_fetch_chunks.py", "kvcache/test_fetching.py"),

@@ -33,9 +33,9 @@ from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval import ruler
 from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import PREFILL_ERROR
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK, Blocks

@@ -38,8 +38,8 @@ from sweep_rows import RANKS, Rows, read
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.models.loader import load_config
 from shadowkv.models.sharding import Shard
 from shadowkv.plan.planner import Machine, Planner

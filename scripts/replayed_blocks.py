@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.sparse_prefill import BlockHook
+from shadowkv.kvcache.prefill.sparse import BlockHook
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 STEPS = 64
 """Steps of the script; after the last it restarts with the first, most of which the buffer has evicted by then."""

@@ -36,9 +36,9 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.free_memory import free_host_bytes
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import GIB
 

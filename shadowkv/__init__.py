@@ -10,12 +10,12 @@ __all__ = ["LLM", "KVSpec", "SamplingParams", "__version__"]
 if TYPE_CHECKING:
     from shadowkv.engine.llm import LLM
     from shadowkv.engine.sampling_params import SamplingParams
-    from shadowkv.kvcache.spec import KVSpec
+    from shadowkv.kvcache.policy.spec import KVSpec
 
 _HOMES = {
     "LLM": "shadowkv.engine.llm",
     "SamplingParams": "shadowkv.engine.sampling_params",
-    "KVSpec": "shadowkv.kvcache.spec",
+    "KVSpec": "shadowkv.kvcache.policy.spec",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from shadowkv import cli
 from shadowkv.command_line import one_line
 from shadowkv.eval.policies import local_policies
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.wording import SettingsError
 
 

@@ -17,7 +17,7 @@ from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda, reference
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import MixedLatents
 from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda_mixed, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys

@@ -19,7 +19,7 @@ from timing import READ_SPEED, Row, microseconds, run
 
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource

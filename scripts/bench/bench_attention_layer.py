@@ -23,13 +23,14 @@ from harness import fill_random, open_cache
 from torch import Tensor
 
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.batch import DecodePlan, SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

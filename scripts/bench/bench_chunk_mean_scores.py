@@ -14,7 +14,7 @@ import torch
 from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.chunk_mean_scores import reference
 from shadowkv.ops.page import PAGE
 

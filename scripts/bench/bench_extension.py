@@ -21,10 +21,10 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
 
@@ -74,7 +74,7 @@ def check(kv: str, cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tenso
     """Compares with the references over the same stored bytes, rounded as in the ops or differently."""
     got, tokens = turn(cache, sequence, q, k, v)(), sequence.length
     plain = make_cache(kv, tokens, len(q), dict.fromkeys(NAMES, "reference"))
-    wanted = turn(plain, plain.load(cache.export(sequence), sequence.capacity), q, k, v)()
+    wanted = turn(plain, plain.snapshots.load(cache.snapshots.export(sequence), sequence.capacity), q, k, v)()
     error = float((got - wanted).float().norm() / wanted.float().norm())
     assert error < 0.02, f"off by {error:.3g} of its norm"
 

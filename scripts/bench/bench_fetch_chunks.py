@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripted_selection import repeating
 
-from shadowkv.kvcache.memory import GRANULE, Field, Tier
+from shadowkv.kvcache.memory.arenas import GRANULE, Field, Tier
 from shadowkv.ops.fetch_chunks import cuda
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.page import PAGE

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.registry import PREFERENCE, Ops
 

@@ -26,8 +26,8 @@ from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy

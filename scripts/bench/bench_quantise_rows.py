@@ -15,7 +15,7 @@ import torch
 from timing import READ_SPEED, Row, microseconds, run
 
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.attend_selected.sources import CodedRows
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import triton

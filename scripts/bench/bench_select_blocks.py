@@ -16,7 +16,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.spec import PREFILL_ERROR
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR
 from shadowkv.ops.select_blocks import cuda, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 

@@ -18,7 +18,7 @@ import torch
 from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import cuda, reference

@@ -15,7 +15,7 @@ import torch
 from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores import cuda, reference

@@ -13,11 +13,11 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
+from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 EXTENSIONS = 5000

@@ -19,7 +19,7 @@ from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.engine.warmup import warm_up
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
 from shadowkv.prefix_cache.cache import PrefixSegment

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 from shadowkv.prefix_cache.device.eviction import POLICIES
 from shadowkv.wording import SettingsError

@@ -39,8 +39,8 @@ from shadowkv.engine.startup.loading import (
 )
 from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_prefix_cache
 from shadowkv.kvcache.cache import TierUse
-from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
 from shadowkv.prefix_cache.named.saves import Saves

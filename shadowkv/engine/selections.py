@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.inspection import selected_scores
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 CELL = 16
 """Tokens per cell, or the size of a chunk if that is larger."""
@@ -129,7 +130,7 @@ class SelectionRecord:
         for row, number in portion:
             if layer in self._layers[number]:
                 group = self._layers[number].index(layer)
-                scores = self._cache.selected_scores(layer, q, batch, selected, row)
+                scores = selected_scores(self._cache, layer, q, batch, selected, row)
                 self._scores.setdefault((number, group), []).append(scores)
         return selected
 

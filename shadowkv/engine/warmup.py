@@ -18,7 +18,7 @@ from tqdm import tqdm
 from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.caches import figures, open_cache, prefill
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.loader import LoadedModel
 
 

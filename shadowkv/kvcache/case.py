@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import block_memory

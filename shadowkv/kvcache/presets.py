@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
-from shadowkv.kvcache.spec import PREFILLS, KVSpec
+from shadowkv.kvcache.plugins import checked_name, load_plugins
+from shadowkv.kvcache.policy.spec import PREFILLS, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -65,13 +66,28 @@ POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:
 """What ``preset`` takes, for the help of command lines."""
 
 
+def register(name: str, spec: KVSpec) -> None:
+    """Makes a policy from outside the package available under a name.
+
+    Raises:
+        ValueError: the name is taken, or is none.
+        TypeError: ``spec`` is no KVSpec.
+    """
+    if checked_name(name) in PRESETS:
+        raise ValueError(f"the preset {name!r} is taken: the names are {', '.join(PRESETS)}")
+    if not isinstance(spec, KVSpec):
+        raise TypeError(f"the preset {name!r} is to be a KVSpec, not {spec!r}")
+    PRESETS[name] = spec
+
+
 def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
     """The policy of that name, or the given one, with the fields in ``overrides`` that are not None replaced.
 
     Args:
         kv: a policy, or a preset's name, after which fields may follow: ``turbo:chunk=8,values=dense,budget=0.03``.
 
-    Raises ValueError for an unknown name, and for fields and values that cannot be read, all of them at once.
+    Raises ValueError for a name that neither shadowkv nor a plugin has, and for fields and values that cannot be read,
+    all of them at once; PluginError where plugins were to be loaded for a name and one of them cannot be.
     """
     if isinstance(kv, str):
         kv = _parse(kv)
@@ -80,6 +96,8 @@ def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
 
 def _parse(text: str) -> KVSpec:
     name, colon, changes = text.partition(":")
+    if name not in PRESETS:
+        load_plugins()
     if name not in PRESETS:
         raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
     values: dict[str, Any] = {}
@@ -97,14 +115,14 @@ def _parse(text: str) -> KVSpec:
 
 def _value(field: str, text: str) -> Any:
     """The value of a KVSpec's field, by its type; a number with a decimal point is a fraction, one without a count."""
-    from shadowkv.kvcache.parts import AXES
+    from shadowkv.kvcache.parts import AXES, is_known
 
     kinds = get_type_hints(KVSpec)
     if field not in kinds:
         raise ValueError(f"{field!r} is not a field; known: {', '.join(kinds)}")
     choices = {**AXES, "prefill": PREFILLS}
     if field in choices:
-        if text not in choices[field]:
+        if not (is_known(field, text) if field in AXES else text in choices[field]):
             raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
     allowed = get_args(kinds[field]) or (kinds[field],)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 if TYPE_CHECKING:  # a command's help shows these numbers, without PyTorch
-    from shadowkv.kvcache.layout import Layout
+    from shadowkv.kvcache.sequences.layout import Layout
 
 DEVICE_BANDWIDTH = 4.5e12
 """Highest rate, in bytes per second, at which kernels read a GPU's own memory: measured on one H200."""
@@ -68,8 +68,8 @@ def step_reads(layout: Layout, context: int, hit_rate: float) -> StepReads:
     selected = min(budget * spec.chunk, sealed - spec.static_tokens)
     excluded = sum(field.nbytes for field in layout.excluded_fields)
     values = selected * parts.values.bytes_per_token()
-    found = hit_rate if layout.buffer_fields else 0.0
-    missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - found)
+    hit_share = hit_rate if layout.buffer_fields else 0.0
+    missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - hit_share)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
         index=parts.index.scored_bytes(sealed, budget) + pages * excluded,
@@ -88,4 +88,4 @@ def attention_seconds(
     reads = step_reads(layout, context, hit_rate)
     skipped = StepReads(exact=context * layout.exact_bytes / PAGE)
     counts = (len(layout.compressed), reads), (2 * layout.spec.skip_layers, skipped)
-    return sum(count * one.seconds(device_bandwidth, host_bandwidth) for count, one in counts)
+    return sum(count * reads_of_layer.seconds(device_bandwidth, host_bandwidth) for count, reads_of_layer in counts)

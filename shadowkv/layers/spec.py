@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.layers.block_matrix import Run
 from shadowkv.layers.group import Group
 from shadowkv.ops.registry import Ops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import MAX_POSITIONS
 from shadowkv.ops.apply_rope.tables import RopeConfig

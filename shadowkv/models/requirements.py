@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shadowkv.kvcache.free_memory import free_bytes
+from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.fp8 import unfit
 from shadowkv.wording import GIB, OutOfMemory, SettingsError

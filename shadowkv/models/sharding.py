@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
-from shadowkv.kvcache.shape import share
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.shape import share
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.stored import FP8Weight, Stored, dense
 from shadowkv.wording import SettingsError, counted

@@ -18,8 +18,8 @@ from shadowkv.engine.config import (
     policy_name,
     refused_policy,
 )
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 

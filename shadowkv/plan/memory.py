@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.sequences.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.codecs import LATENT_CODECS
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder

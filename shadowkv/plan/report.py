@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.plan.planner import Plan, Planner, StepFloor
 from shadowkv.wording import GIB, counted
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.copies.copy import Copy
 from shadowkv.prefix_cache.copies.host import HostTier
 from shadowkv.prefix_cache.copies.lookups import Lookups
@@ -141,7 +141,7 @@ class PrefixCache:
             if lower.chains.seconds(steps) > computing:
                 continue
             try:
-                self._cache.restore_demand(lower.chains.links(steps), end * PAGE, end * PAGE, sequence)
+                self._cache.snapshots.demand(lower.chains.links(steps), end * PAGE, end * PAGE, sequence)
             except ValueError:  # such sequences cannot be cut there
                 continue
             until = lower.chains.fetch(steps, computing)
@@ -239,7 +239,7 @@ class PrefixCache:
         sequence, cache = match.sequence, self._cache
         if match.steps:
             assert self.lower is not None
-            return cache.restore_demand(self.lower.chains.links(match.steps), start, capacity, sequence)
+            return cache.snapshots.demand(self.lower.chains.links(match.steps), start, capacity, sequence)
         assert sequence is not None
         if match.takes_over:
             return cache.growth(sequence, start, capacity)

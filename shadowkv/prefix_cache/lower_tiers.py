@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.copies.chains import Chains
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports
@@ -69,7 +69,7 @@ class LowerTiers:
         self._step_bytes = step_bytes
         self._mover, self._counts = Mover(host, cache.device), counts
         self.copies = Copies(tree, host, counts, eviction)
-        self._reports = DiskReports(tree, self.copies, cache.form)
+        self._reports = DiskReports(tree, self.copies, cache.snapshots.form)
         self.disk = self._reports.disk = None if disk is None else disk(self._reports.report)
         self.offload = Offload(cache, self.copies, self._mover, self.disk, counts)
         self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.protocol import LINK_BYTES
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]

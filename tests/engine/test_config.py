@@ -8,9 +8,9 @@ import pytest
 
 from shadowkv.engine.config import EngineConfig, parse_budget
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, PRESETS
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
 
 SET = EngineConfig(
     model="some/model",

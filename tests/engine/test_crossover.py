@@ -8,9 +8,9 @@ import torch
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup import crossover
 from shadowkv.engine.startup.crossover import COSTS, dense_below
-from shadowkv.kvcache.growth import SETTLED
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.loader import load_config
 
 LLAMA = load_config("llama-3.1-8b")

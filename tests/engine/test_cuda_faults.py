@@ -16,7 +16,7 @@ from test_engine import assert_empty, drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 
 MODEL = {

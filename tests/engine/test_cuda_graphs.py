@@ -11,9 +11,9 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.cuda_graphs import _no_garbage_collection
+from shadowkv.kvcache.decode.planning import round_up
 from shadowkv.kvcache.presets import PRESETS
-from shadowkv.kvcache.rounding import round_up
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.scaled_matmul import cuda as scaled_matmul
 
 

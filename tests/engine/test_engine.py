@@ -12,7 +12,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import RequestError, RequestOutput
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.memory.arenas import Blocks
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

@@ -12,7 +12,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import _interleave
-from shadowkv.kvcache.fetching import TWO_BATCH_CHUNKS, Fetching
+from shadowkv.kvcache.decode.fetching import TWO_BATCH_CHUNKS, Fetching
 from shadowkv.layers.decoder_layer import DecoderLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,14 +14,16 @@ from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
-from shadowkv.kvcache import batch as batches
-from shadowkv.kvcache import sealing, sparse_prefill
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.parts import coded, keys_low_rank
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.parts import keys_low_rank
+from shadowkv.kvcache.parts import rows as part_rows
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill import batch as batches
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.sealing import pages as sealing
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
@@ -42,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TOKENS_AT_ONCE", 1024)
     for module in (keys_low_rank, basis):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
-    for module in (coded, rows):
+    for module in (part_rows, rows):
         monkeypatch.setattr(module, "CODED_AT_ONCE", 4)
     monkeypatch.setattr(sealing, "SEALED_AT_ONCE", 4)
     monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 1024)

@@ -11,7 +11,7 @@ from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, token
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import RequestOutput
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 DOCUMENT = prompt(1, 10 * PAGE)
 POLICIES = [

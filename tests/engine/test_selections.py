@@ -16,6 +16,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.selections import MOST_CELLS, TokenSelections
+from shadowkv.kvcache.inspection import sealed_rows
 
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 ASKING = replace(PLAIN, return_selections=True)
@@ -78,7 +79,7 @@ def _weights(engine: Engine, layer: int, q: torch.Tensor, batch: Any, selected: 
     row = int(chunks.flatten(1).amax(1).argmax())
     names = "slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget"
     one = replace(batch, sampling=None, **{name: getattr(batch, name)[row : row + 1] for name in names})
-    keys, _ = engine.cache.sealed_rows(layer, one)
+    keys, _ = sealed_rows(engine.cache, layer, one)
     found: dict[int, float] = {}
     queries = q[row].unflatten(0, (HEADS, -1)) * q.shape[-1] ** -0.5
     for head in range(HEADS):

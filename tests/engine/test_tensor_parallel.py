@@ -31,7 +31,7 @@ from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.worker import Worker
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.selections import SelectionRecord
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.registry import family

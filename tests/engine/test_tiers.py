@@ -14,7 +14,7 @@ from tiers import assert_nothing_left, evict_device, settle
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 POLICIES = ["full", "turbo:values=dense", "turbo:dense_below=900,values=dense", "turbo-host:values=dense", "quest"]
 OFFLOAD = 0.0625

@@ -28,7 +28,7 @@ from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.scheduling.scheduler import Leader, Sharing
-from shadowkv.kvcache.memory import OutOfBlocks
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 
@@ -224,7 +224,8 @@ def out_of_pages(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "place", ["open_reading", "kvcache.reading.Reading.read_layer", "restore", "prefix_cache.copies.mover.Mover.up"]
+    "place",
+    ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "prefix_cache.copies.mover.Mover.up"],
 )
 @pytest.mark.parametrize("fault", [no_memory, out_of_pages, broken])
 def test_what_fails_between_tiers_costs_no_request(
@@ -236,7 +237,7 @@ def test_what_fails_between_tiers_costs_no_request(
         if "." in place:
             patch.setattr(f"shadowkv.{place}", fault)
         else:
-            patch.setattr(engine.cache, place, fault)
+            patch.setattr(engine.cache.snapshots, place, fault)
         for _ in range(2):
             assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert lines(caplog)
@@ -258,7 +259,7 @@ def test_what_is_restored_is_given_back_where_its_places_cannot_be_told(
     engine = make(kv="full", kv_offload_gib=0.0625)
     ask(engine, QUESTION)
     settle(engine)
-    monkeypatch.setattr("shadowkv.kvcache.transfer.Restoring", no_memory)
+    monkeypatch.setattr("shadowkv.kvcache.snapshots.snapshots.Restoring", no_memory)
     assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert_nothing_left(engine)
 

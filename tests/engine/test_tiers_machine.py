@@ -16,7 +16,7 @@ from test_engine import GREEDY, leave_blocks, prompt, small_blocks
 from tiers import assert_consistent, assert_nothing_left, evict_device, evict_host, settle
 
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 SLAB_GIB = 2**22 / 2**30
 MOST_STEPS = 4000

@@ -19,7 +19,7 @@ from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.warmup import use_everything_once, warm_up
-from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.layers.group import RankFailure
 
 OPTIONS = [{"max_num_seqs": 1, "max_cached_seqs": 0}, {"max_model_len": 130}, {"max_model_len": 9}]

@@ -21,8 +21,8 @@ from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.reuse import Reuse
 from shadowkv.eval.fidelity.texts import Prompt, cut_prompts
 from shadowkv.eval.policies import Policy, local_policies
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
 LENGTHS = 400

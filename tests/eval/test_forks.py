@@ -14,7 +14,7 @@ from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
-from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
@@ -60,16 +60,16 @@ def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel, monkeypatch: pytes
     tokens = loaded.tokenizer.encode(TEXT)
     for kv in ("shadowkv", "turbo"):
         caches = [open_cache(loaded, preset(kv, budget=budget), 1300) for budget in (80, 0.5, 0.5)]
-        assert caches[1].stores_alike(caches[0], len(tokens))
-        assert not caches[1].stores_alike(caches[0], caches[1].spec.dense_limit)
+        assert caches[1].snapshots.stored_alike(caches[0].snapshots, len(tokens))
+        assert not caches[1].snapshots.stored_alike(caches[0].snapshots, caches[1].spec.dense_limit)
         # What is stored alike is loaded, as the second is; the third is stored for itself.
-        monkeypatch.setattr(caches[2], "stores_alike", lambda *_: False)
+        monkeypatch.setattr(caches[2].snapshots, "stored_alike", lambda *_: False)
         sequences, _ = prefill_all(loaded.model, caches, tokens, 1300)
         runners = [Runner(loaded.model, cache) for cache in caches]
         with torch.inference_mode():
             steps = [[runners[i].decode([sequences[i]], [5 + step]) for step in range(100)] for i in (1, 2)]
         assert torch.equal(torch.stack(steps[0]), torch.stack(steps[1]))
-    assert not open_cache(loaded, preset("quest"), 1300).stores_alike(caches[0], len(tokens))
+    assert not open_cache(loaded, preset("quest"), 1300).snapshots.stored_alike(caches[0].snapshots, len(tokens))
 
 
 def test_policies_whose_prefill_attends_otherwise_have_one_of_their_own(

@@ -11,7 +11,7 @@ from shadowkv.eval import ablations
 from shadowkv.eval.files import Prediction
 from shadowkv.eval.policies import local_policies, without_field
 from shadowkv.eval.vary import Variation
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape
 
 SHAPE = ModelShape(2, 6, 2, 16)
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Snapshot
+from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 
 SPECS = {
     "full": preset("full"),
@@ -64,7 +63,7 @@ def chain(cache: KVCache, streams: list[Stream], points: list[int]) -> list[tupl
     """Snapshots of turns that follow one another: what each adds, and how much of it the next one has."""
     first = max(number for number, point in enumerate(points) if not stored(streams, points, number))
     ends = zip(streams[first:], [0, *points[first + 1 :]], [*points[first + 1 :], streams[-1].length], strict=True)
-    return [(cache.export(stream.sequence, start), stop) for stream, start, stop in ends if start < stop]
+    return [(cache.snapshots.export(stream.sequence, start), stop) for stream, start, stop in ends if start < stop]
 
 
 def stored(streams: list[Stream], points: list[int], number: int) -> bool:
@@ -89,7 +88,7 @@ class Ending:
 
 def ending(cache: KVCache, stream: Stream) -> Ending:
     """The ending of a stream that continues."""
-    start, snapshot = stream.again(), cache.export(stream.sequence)
+    start, snapshot = stream.again(), cache.snapshots.export(stream.sequence)
     start.length = stream.length
     return Ending(start, snapshot, going_on(cache, stream))
 
@@ -108,7 +107,7 @@ def going_on(cache: KVCache, stream: Stream) -> Tensor:
 
 def same(wanted: Ending, cache: KVCache, sequence: CachedSequence) -> None:
     """The same bytes, and the same outputs of what follows."""
-    made = cache.export(sequence)
+    made = cache.snapshots.export(sequence)
     assert made.header == wanted.snapshot.header
     assert torch.equal(made.data, wanted.snapshot.data)
     twin = wanted.start.again()

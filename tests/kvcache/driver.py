@@ -11,13 +11,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)

@@ -8,10 +8,10 @@ from conversations import SPECS, conversation, poisoned, write
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.inspection import diagnostics
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Link, Snapshot
+from shadowkv.kvcache.snapshots.layers import Restoring
 
 
 class Late:
@@ -33,9 +33,9 @@ def late(
     cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int
 ) -> tuple[CachedSequence, Late]:
     links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
-    restoring = cache.restore(links, start, capacity)
+    restoring = cache.snapshots.restore(links, start, capacity)
     arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])
-    restoring.sequence.arrival = arrival
+    restoring.sequence.pending_layers = arrival
     return restoring.sequence, arrival
 
 
@@ -52,7 +52,7 @@ def test_a_prefill_waits_for_each_layer(kv: str, new: int) -> None:
             arrival.wait(SHAPE.num_layers - 1)
         assert arrival.there == (SHAPE.num_layers if at_once else 0)
         prefill(other, [(stream, new)], block=200)
-        assert arrival.there == SHAPE.num_layers and stream.sequence.arrival is None
+        assert arrival.there == SHAPE.num_layers and stream.sequence.pending_layers is None
         for _ in range(40):
             decode(other, [stream])
         outputs.append(stream.output())
@@ -90,7 +90,7 @@ def test_a_fork_waits_for_each_layer_too(kv: str, together: bool) -> None:
         work = [(streams[1], 150), (streams[0], 40)]
         for some in [work] if together else [work[:1], work[1:]]:
             prefill(cache, some, block=100)
-            assert arrival.there == SHAPE.num_layers and some[0][0].sequence.arrival is None
+            assert arrival.there == SHAPE.num_layers and some[0][0].sequence.pending_layers is None
         for _ in range(20):
             decode(cache, streams)
         outputs.append([stream.output() for stream in streams])
@@ -119,7 +119,7 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
-    whole = cache.export(stream.sequence)
+    whole = cache.snapshots.export(stream.sequence)
     sequence, arrival = late(cache, [(whole, 900)], 900, 1000)
     cache.held([sequence])
     assert not arrival.there
@@ -130,15 +130,15 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
         decode(cache, [stream])
         assert torch.equal(twin.outputs[-1], stream.outputs[-1])
     elif what == "restore":
-        cache.restore([Link(cache.describe(stream.sequence, 128), 900)], 950, 1000, sequence)
+        cache.snapshots.restore([Link(cache.snapshots.describe(stream.sequence, 128), 900)], 950, 1000, sequence)
     elif what == "export":
-        assert torch.equal(cache.export(sequence).data, whole.data)
+        assert torch.equal(cache.snapshots.export(sequence).data, whole.data)
     elif what == "trim":
         cache.trim(sequence)
     else:
-        there, here = (cache.diagnostics(one)["kept_energy"] for one in (sequence, stream.sequence))
+        there, here = (diagnostics(cache, one)["kept_energy"] for one in (sequence, stream.sequence))
         assert torch.equal(there, here)
-    assert arrival.there == SHAPE.num_layers and sequence.arrival is None
+    assert arrival.there == SHAPE.num_layers and sequence.pending_layers is None
 
 
 def test_what_never_arrives_can_be_released() -> None:
@@ -149,8 +149,8 @@ def test_what_never_arrives_can_be_released() -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
-    restoring = cache.restore([Link(cache.describe(stream.sequence), 900)], 950, 1000)
-    restoring.sequence.arrival = arrival = Lost(restoring, [])
+    restoring = cache.snapshots.restore([Link(cache.snapshots.describe(stream.sequence), 900)], 950, 1000)
+    restoring.sequence.pending_layers = arrival = Lost(restoring, [])
     with pytest.raises(OSError, match="gone"):
         prefill(cache, [(Stream(1, restoring.sequence), 50)])
     cache.release(stream.sequence)

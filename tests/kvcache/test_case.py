@@ -10,9 +10,9 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.case import OF_LAYERS, case_of
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
 

@@ -4,8 +4,8 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, latents
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 

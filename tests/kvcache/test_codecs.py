@@ -8,14 +8,14 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys

@@ -12,12 +12,12 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import OURS
+from shadowkv.kvcache.memory.sealed import SealedStore
 from shadowkv.kvcache.parts import build_parts, resolve
-from shadowkv.kvcache.parts.coded import CodedKeys
+from shadowkv.kvcache.parts.rows import CodedKeys
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, preset
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows
@@ -126,7 +126,7 @@ def test_a_sequence_goes_on_in_another_cache_as_in_its_own(kv: str) -> None:
     stream = Stream(0, cache.allocate(300, 600))
     prefill(cache, [(stream, 300)])
     twin = stream.again()
-    twin.sequence, twin.length = other.load(cache.export(stream.sequence), 600), 300
+    twin.sequence, twin.length = other.snapshots.load(cache.snapshots.export(stream.sequence), 600), 300
     for _ in range(70):
         decode(cache, [stream])
         decode(other, [twin])

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import reference
 from shadowkv.ops.attend_selected.reference import gather_selected

@@ -5,12 +5,12 @@ import torch
 from driver import DEVICE, Stream, decode, prefill, scatter
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs
-from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
 

@@ -5,10 +5,10 @@ import torch
 from driver import DEVICE, Stream, decode, prefill, scatter
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.block_attention import reference
@@ -25,7 +25,7 @@ REFERENCES = dict.fromkeys(NAMES, "reference")
 def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
     batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
-    cached, layers = cache.export(stream.sequence).arrays(), []
+    cached, layers = cache.snapshots.export(stream.sequence).arrays(), []
     tail = cached["tail"].transpose(2, 3).float()
     if batch is None:
         return tail
@@ -46,7 +46,7 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
-    monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", at_once)
+    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", at_once)
     cache = KVCache(
         Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
         device=DEVICE,
@@ -85,7 +85,7 @@ def test_new_tokens_beside_a_new_sequence(kv: str, monkeypatch: pytest.MonkeyPat
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
-    monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", 5)
+    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 5)
     outs = []
     for backends in (None, REFERENCES):
         cache = KVCache(

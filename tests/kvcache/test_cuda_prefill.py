@@ -8,11 +8,11 @@ import torch
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
@@ -82,13 +82,13 @@ def test_what_is_stored_beside_attention_is_what_is_stored_after_it(kv: str) -> 
 @torch.inference_mode()
 def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, runner, sequence = make("turbo")
-    write = cache.prefill._write
+    write = cache.storing.store_tokens
 
     def write_slowly(*args: Any) -> None:
         write(*args)
         torch.cuda._sleep(20 * SLEEP)
 
-    monkeypatch.setattr(cache.prefill, "_write", write_slowly)
+    monkeypatch.setattr(cache.storing, "store_tokens", write_slowly)
     prefill = runner.prefill([(sequence, list(range(500)) * 6)], scored=True)
     for _ in range(6):
         next(prefill)  # the blocks of both layers, which are stored together during the last one

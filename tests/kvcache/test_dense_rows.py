@@ -5,11 +5,11 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's shapes do not depend on which rows are dense")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from driver import SHAPE, YARN, Stream, decode, make_cache, plain_attention, prefill
 
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import PAGE, KVSpec
 
 EVERYTHING = {
     "full": preset("full"),
@@ -35,7 +35,7 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", 3)  # of 16
+    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 3)  # of 16
     monkeypatch.setattr("shadowkv.ops.block_attention.reference.SCORES_AT_ONCE", 50 * SHAPE.num_query_heads * PAGE)
     cache = make_cache(EVERYTHING[name])
     lengths = [1, 7, 63, 64, 65, 417, 1000]

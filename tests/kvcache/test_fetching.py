@@ -7,12 +7,12 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
 
 SPECS = {
     "shadowkv": preset("shadowkv", rank=16, budget=64, outliers=3),

@@ -6,8 +6,8 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_pl
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 
 LENGTH = 4000
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shadowkv.kvcache import free_memory
-from shadowkv.kvcache.free_memory import free_bytes, free_host_bytes
+from shadowkv.kvcache.memory import free_memory
+from shadowkv.kvcache.memory.free_memory import free_bytes, free_host_bytes
 
 MACHINE = 10_000
 STAT = "anon 700\nactive_file 20\ninactive_file 3\nslab_reclaimable 100\nshmem 50\n"

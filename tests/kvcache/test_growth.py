@@ -8,15 +8,15 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache import spec as spec_module
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.growth import MOST_SEGMENTS, SETTLED, UNLIMITED, Growth, Standing
-from shadowkv.kvcache.memory import OutOfBlocks
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
+from shadowkv.kvcache.policy import spec as spec_module
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, SETTLED, UNLIMITED, Growth, Standing
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 specs = st.builds(
     KVSpec,

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spec import LLAMA, SMALL, specs, tokens
 
-from shadowkv.kvcache.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
-from shadowkv.kvcache.memory import GRANULE
+from shadowkv.kvcache.memory.arenas import GRANULE
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
 
 
 def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> Layout:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfBlocks
-from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.snapshots.header import Link
 
 SPECS = {
     "full": preset("full"),
@@ -129,16 +129,16 @@ class Lifetimes(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(self.running))
         capacity, length = stream.sequence.capacity, stream.length
         cut = self.cache.fork_point(stream.sequence, data.draw(st.integers(0, length - 1)))
-        pieces = [(self.cache.export(stream.sequence, cut), length)]
+        pieces = [(self.cache.snapshots.export(stream.sequence, cut), length)]
         if cut:
-            pieces.insert(0, (self.cache.export(stream.sequence), cut))
+            pieces.insert(0, (self.cache.snapshots.export(stream.sequence), cut))
         try:
-            there = self.other.load(pieces, capacity)
+            there = self.other.snapshots.load(pieces, capacity)
         except ValueError:  # it became longer than what stays dense after its prompt, and is dense yet
             assert not stream.sequence.path
             return
         self.cache.release(stream.sequence)
-        stream.sequence = self.cache.load(self.other.export(there), capacity)
+        stream.sequence = self.cache.snapshots.load(self.other.snapshots.export(there), capacity)
         self.other.release(there)
         assert self.other.free == self.other.total
 
@@ -153,9 +153,9 @@ class Lifetimes(RuleBasedStateMachine):
         if not cut:
             return
         try:
-            new = self.cache.export(old, cut)
+            new = self.cache.snapshots.export(old, cut)
             chain = [Link(new.header, length)]
-            restoring = self.cache.restore(chain, length, old.capacity, old)
+            restoring = self.cache.snapshots.restore(chain, length, old.capacity, old)
         except (ValueError, OutOfBlocks):  # the first as in ``move``
             assert self.cache.free == before
             return

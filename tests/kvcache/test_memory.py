@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.memory import GRANULE, Blocks, Field, OutOfBlocks, Tier, page_bytes
+from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, OutOfBlocks, Tier, page_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64)
@@ -214,7 +214,7 @@ def test_pinned_memory_that_is_refused_is_given_back_and_named(monkeypatch):
             pinned.remove(start)
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr("shadowkv.kvcache.memory.SLAB", 2**20)
+    monkeypatch.setattr("shadowkv.kvcache.memory.arenas.SLAB", 2**20)
     with pytest.raises(MemoryError, match=r"for the host tier of the KV cache: CUDA error 2 after pinning 2 of 5 "):
         Tier("host", 1, 2**20, 4, torch.device("cuda"), pinned=True)
     assert not pinned

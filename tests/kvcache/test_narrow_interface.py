@@ -1,4 +1,4 @@
-"""All code outside the cache uses it through its methods: what it is made of is private."""
+"""All code outside the cache uses it through its methods and those of its snapshots: what it is made of is private."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTSIDE = (
 )
 ELSEWHERE = "compared_cells.py"
 """It fills caches of earlier commits, too."""
-INSIDE = {"store", "pool", "sealing", "prefill", "decode", "transfer", "parts"}
+INSIDE = {"store", "pool", "sealing", "storing", "prefill", "decode", "planner", "parts"}
 SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}
 """The last belongs to evaluation, in the class that it derives from the cache."""
 
@@ -80,8 +80,8 @@ def test_what_is_looked_for_is_there():
     [
         ("engine.cache.store.tiers", 1),
         ("self._cache.pool.free", 1),
-        ("caches[0].transfer.form", 1),
-        ("places = cache.prefill._places", 1),
+        ("caches[0].snapshots.form", 0),
+        ("plans = cache.prefill._store", 1),
         ("cache.prefill.side = None", 2),
         ("cache.select = scripted", 1),
         ("engine.cache.ops.apply_rope = slow", 1),

@@ -7,10 +7,10 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache import spec
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.snapshots.header import Snapshot
 
 POLICIES = {
     "full": preset("full"),
@@ -57,7 +57,7 @@ def test_packed_prompts_equal_prompts_alone(name: str, block: int) -> None:
         other = make_cache(POLICIES[name])
         alone = start(other, seed, length)
         prefill(other, [(alone, length)], block=10000)
-        same(cache.export(together.sequence), other.export(alone.sequence))
+        same(cache.snapshots.export(together.sequence), other.snapshots.export(alone.sequence))
         torch.testing.assert_close(together.output(), alone.output(), atol=2e-5, rtol=2e-5)
         if DEVICE == "cpu" and block > 1000:
             assert torch.equal(together.output(), alone.output())
@@ -82,13 +82,13 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
 
     for what in ("ragged_attention", "causal_attention"):
         count(cache.ops, what)
-    for what in ("_write_exact", "_observe"):
-        count(cache.prefill, what)
+    count(cache.store, "write_tokens")
+    count(cache.storing, "observe")
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together
     observed = stored if cache.spec.seals else 0
-    assert calls == Counter(ragged_attention=SHAPE.num_layers, _write_exact=stored, _observe=observed)
+    assert calls == Counter(ragged_attention=SHAPE.num_layers, write_tokens=stored, observe=observed)
 
 
 def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:

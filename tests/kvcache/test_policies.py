@@ -6,12 +6,13 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, rotate_plainly, sealed_batch
 
-from shadowkv.kvcache import spec
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.inspection import diagnostics
 from shadowkv.kvcache.parts.index_pca import PCA
 from shadowkv.kvcache.parts.index_skewed import Skewed
+from shadowkv.kvcache.policy import spec
+from shadowkv.kvcache.policy.spec import SINK, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import SINK, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 SHADOWKV = preset("shadowkv", rank=16, budget=64, outliers=5)
@@ -111,7 +112,7 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
         wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
         torch.testing.assert_close(rebuilt, wanted, atol=3e-4, rtol=1e-3)
-        kept = cache.diagnostics(stream.sequence)["kept_energy"][layer].item()
+        kept = diagnostics(cache, stream.sequence)["kept_energy"][layer].item()
         keys = stream.k[layer, :S].flatten(1).double()
         assert kept == pytest.approx(((keys @ v).norm() ** 2 / keys.norm() ** 2).item(), abs=1e-5)
 

@@ -6,8 +6,8 @@ import torch
 from driver import SHAPE, Stream, decode, make_cache, prefill, sealed_batch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset

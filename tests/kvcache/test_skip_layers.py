@@ -12,14 +12,14 @@ import torch
 from conversations import SPECS
 from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.inspection import diagnostics
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 
 SHAPE = ModelShape(num_layers=4, num_query_heads=6, num_kv_heads=2, head_dim=16)
 KINDS = {name: SPECS[name] for name in ("turbo", "shadowkv", "coded")}
@@ -88,7 +88,7 @@ def test_with_all_layers_skipped_nothing_is_lost() -> None:
     cache, streams = conversations(replace(KINDS["coded"], skip_layers=2))
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
-    assert not cache.diagnostics(streams[0].sequence)
+    assert not diagnostics(cache, streams[0].sequence)
 
 
 @pytest.mark.parametrize("kv", ["turbo", "shadowkv"])
@@ -98,18 +98,21 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
     cache, (stream, *_) = conversations(spec)
     point = cache.fork_point(stream.sequence, 600)
     assert 0 < point < stream.length
-    whole = cache.export(stream.sequence)
+    whole = cache.snapshots.export(stream.sequence)
     header = SnapshotHeader.from_json(whole.header.to_json())
     assert header == whole.header and header.runs == (1, header.nbytes)
     spans = [header.span(layer) for layer in range(SHAPE.num_layers)]
     assert all(one.stop == other.start for one, other in pairwise(spans)) and spans[-1].stop == len(whole.data[0])
     stream.outputs = []
     streams = [stream]
-    for chain in ([(whole, stream.length)], [(whole, point), (cache.export(stream.sequence, point), stream.length)]):
+    for chain in (
+        [(whole, stream.length)],
+        [(whole, point), (cache.snapshots.export(stream.sequence, point), stream.length)],
+    ):
         other = poisoned(spec)
         twin = stream.again()
-        twin.sequence, twin.length = other.load(chain, CAPACITY), stream.length
-        assert torch.equal(other.export(twin.sequence).data, whole.data)
+        twin.sequence, twin.length = other.snapshots.load(chain, CAPACITY), stream.length
+        assert torch.equal(other.snapshots.export(twin.sequence).data, whole.data)
         streams.append(twin)
         for _ in range(3):
             decode(other, [twin])
@@ -125,16 +128,16 @@ def test_snapshots_of_caches_that_skip_other_layers_are_refused() -> None:
     source, target = (make_cache(replace(KINDS["coded"], skip_layers=n)) for n in (1, 0))
     stream = Stream(0, source.allocate(400, 400))
     prefill(source, [(stream, 400)])
-    assert not target.stores_alike(source, 400)
+    assert not target.snapshots.stored_alike(source.snapshots, 400)
     with pytest.raises(ValueError, match="the sequence is stored as form"):
-        target.load(source.export(stream.sequence), 400)
+        target.snapshots.load(source.snapshots.export(stream.sequence), 400)
 
 
 def test_headers_that_contradict_themselves_are_refused_and_those_from_before_are_read() -> None:
     cache = make_cache(replace(KINDS["coded"], skip_layers=1))
     stream = Stream(0, cache.allocate(400, 400))
     prefill(cache, [(stream, 400)])
-    header = cache.describe(stream.sequence)
+    header = cache.snapshots.describe(stream.sequence)
     (tokens,) = header.exact_fields
     shorter = replace(tokens, shape=(2, 399, *tokens.shape[2:]))
     wrong = {"skip_layers": 3}, {"skip_layers": 0}, {"exact_fields": ()}, {"exact_fields": (tokens, tokens)}
@@ -172,7 +175,7 @@ def test_a_prefill_fans_out_into_caches_that_skip_other_layers(length: int) -> N
             decode(own, [alone])
         assert_alike(one.output(), alone.output()[length:])
         if DEVICE == "cpu":
-            assert torch.equal(cache.export(one.sequence).data, own.export(alone.sequence).data)
+            assert torch.equal(cache.snapshots.export(one.sequence).data, own.snapshots.export(alone.sequence).data)
 
 
 def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_the_others() -> None:

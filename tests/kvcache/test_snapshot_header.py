@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, Field, OutOfBlocks
-from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.memory.arenas import Blocks, Field, OutOfBlocks
 from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.snapshots.header import Link, Snapshot, SnapshotHeader
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SPECS = {
@@ -41,7 +40,7 @@ def headers() -> list[SnapshotHeader]:
                 decode(cache, [stream])
             points = {cache.fork_point(stream.sequence, n) for n in (0, 64, stream.length // 2, stream.length)}
             found += [
-                cache.describe(stream.sequence, start, stop)
+                cache.snapshots.describe(stream.sequence, start, stop)
                 for start in sorted(points)
                 for stop in (*sorted(points), None)
                 if stop is None or start < stop
@@ -111,12 +110,12 @@ def test_whatever_is_changed_is_refused_or_can_be_restored(header: SnapshotHeade
         return
     for cache in CACHES:
         try:
-            sequence = cache.restore([Link(found, found.length)], found.length, found.length).sequence
+            sequence = cache.snapshots.restore([Link(found, found.length)], found.length, found.length).sequence
         except (ValueError, OutOfBlocks):
             pass
         else:
             nan = torch.full((found.num_layers, found.layer_bytes), 255, dtype=torch.uint8)
-            cache.release(cache.load(Snapshot(found, nan), found.length))
+            cache.release(cache.snapshots.load(Snapshot(found, nan), found.length))
             cache.release(sequence)
         assert cache.free == cache.total
 
@@ -235,13 +234,13 @@ def test_caches_say_what_they_store_alike() -> None:
     spec = replace(SPECS["turbo"], budget=0.5, sampled=0.25, local=100)
     layout = Layout(spec, SHAPE, torch.float32, 500)
     again = KVCache(layout, ROPE, slots=2, memory=Blocks(device=9, host=9), device=DEVICE)
-    assert again.stores_alike(one, 3000)
-    assert not other.stores_alike(one, 3000)
+    assert again.snapshots.stored_alike(one.snapshots, 3000)
+    assert not other.snapshots.stored_alike(one.snapshots, 3000)
 
 
 @pytest.mark.parametrize("kv", FORMS)
 def test_the_form_is_that_of_files_from_before(kv: str) -> None:
-    assert make_cache(preset(kv, rank=16)).form == FORMS[kv]
+    assert make_cache(preset(kv, rank=16)).snapshots.form == FORMS[kv]
 
 
 def test_a_field_of_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +251,7 @@ def test_a_field_of_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatc
         return signs, rest, replace(scale, dtype=torch.float16)
 
     monkeypatch.setattr(Sketch, "page_fields", former_fields)
-    assert make_cache(preset("turbo:keys=low-rank-int8", rank=16)).form == FLOAT16_SCALES
+    assert make_cache(preset("turbo:keys=low-rank-int8", rank=16)).snapshots.form == FLOAT16_SCALES
 
 
 def test_bytes_that_are_not_the_headers_are_refused() -> None:

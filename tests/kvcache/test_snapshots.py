@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfBlocks
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.snapshot import Snapshot
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
+from shadowkv.kvcache.snapshots.header import Link, Snapshot
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -23,7 +22,7 @@ def test_a_chain_is_the_sequence_that_was_forked(kv: str, name: str) -> None:
     talk = conversation(kv, name)
     assert len(talk.snapshots) == 3 or kv == "turbo-late" or name != "grows"
     other = poisoned(make_cache(SPECS[kv], slots=24, blocks=350, max_model_len=3500))
-    sequence = other.load(talk.snapshots, CAPACITY)
+    sequence = other.snapshots.load(talk.snapshots, CAPACITY)
     same(talk.end, other, sequence)
     other.release(sequence)
     assert other.free == other.total
@@ -37,10 +36,10 @@ def test_a_chain_behind_a_sequence_that_is_there(kv: str) -> None:
             continue
         *before, (last, length) = talk.snapshots
         cache = poisoned(make_cache(SPECS[kv], slots=30))
-        parent = cache.load([*before[:-1], (before[-1][0], before[-1][0].header.length)], CAPACITY)
+        parent = cache.snapshots.load([*before[:-1], (before[-1][0], before[-1][0].header.length)], CAPACITY)
         links = [Link(last.header, length)]
-        free, demand = cache.free, cache.restore_demand(links, length, CAPACITY, parent)
-        restoring = cache.restore(links, length, CAPACITY, parent)
+        free, demand = cache.free, cache.snapshots.demand(links, length, CAPACITY, parent)
+        restoring = cache.snapshots.restore(links, length, CAPACITY, parent)
         assert free - cache.free == demand
         shared = talk.points[2] // 64
         if restoring.sequence.path:
@@ -63,14 +62,16 @@ def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
     prefill(cache, [(stream, 900)])
     decode(cache, [stream])
     stop = cache.fork_point(stream.sequence, 900)
-    with cache.open_reading(stream.sequence, stop=stop) as reading:
+    with cache.snapshots.open_reading(stream.sequence, stop=stop) as reading:
         first = read(reading)
     assert stop == first.header.length == (stream.sequence.sealed or 896) and not first.header.cut(stop).observed
     for _ in range(70):
         decode(cache, [stream])
     prefill(cache, [(stream, 700)])
     other = poisoned(make_cache(SPECS[kv]))
-    sequence = other.load([(first, stop), (cache.export(stream.sequence, stop), stream.length)], CAPACITY)
+    sequence = other.snapshots.load(
+        [(first, stop), (cache.snapshots.export(stream.sequence, stop), stream.length)], CAPACITY
+    )
     same(ending(cache, stream), other, sequence)
 
 
@@ -90,12 +91,12 @@ def test_what_is_read_stays_while_the_sequence_goes_on_and_leaves(kv: str, lengt
     stream = Stream(0, cache.allocate(length, length + 400))
     prefill(cache, [(stream, length)])
     decode(cache, [stream])
-    reading = cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, length))
+    reading = cache.snapshots.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, length))
     wanted = read(reading)
     for _ in range(70 if length > 130 else 150):  # past the end of a page, and beyond what stays dense
         decode(cache, [stream])
     assert torch.equal(read(reading).data, wanted.data)
-    with cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, stream.length)) as later:
+    with cache.snapshots.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, stream.length)) as later:
         assert later.header.length > reading.header.length
     cache.release(stream.sequence)
     others = crowd(cache)
@@ -117,7 +118,7 @@ def test_a_finished_sequence_is_read_with_its_tail(kv: str, length: int) -> None
     for _ in range(30):
         decode(cache, [stream])
     cache.trim(stream.sequence)
-    reading = cache.open_reading(stream.sequence)
+    reading = cache.snapshots.open_reading(stream.sequence)
     wanted, header = read(reading), reading.header
     assert header.length == stream.length and header.tail_tokens
     with pytest.raises(ValueError, match="cannot cut the sequence"):
@@ -133,8 +134,8 @@ def test_a_finished_sequence_is_read_with_its_tail(kv: str, length: int) -> None
     for one in others:
         cache.release(one.sequence)
     assert cache.free == cache.total
-    sequence = cache.load(wanted, stream.length + 10)
-    assert torch.equal(cache.export(sequence).data, wanted.data)
+    sequence = cache.snapshots.load(wanted, stream.length + 10)
+    assert torch.equal(cache.snapshots.export(sequence).data, wanted.data)
     cache.truncate(sequence, sequence.length - 1)
 
 
@@ -148,11 +149,11 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
     prefill(cache, [(stream, length)])
     for _ in range(steps):
         decode(cache, [stream])
-    whole, stop = cache.export(stream.sequence), min(at, stream.length)
+    whole, stop = cache.snapshots.export(stream.sequence), min(at, stream.length)
     sealed, dense = stream.sequence.sealed, not stream.sequence.path
     if stop <= sealed and cache.fork_point(stream.sequence, stop) != stop:
         with pytest.raises(ValueError, match="cut at"):
-            other.load([(whole, stop)], CAPACITY)
+            other.snapshots.load([(whole, stop)], CAPACITY)
         assert other.free == other.total
         return
     if stop <= sealed:
@@ -164,7 +165,7 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
     cut = stream.again()
     cut.sequence, cut.length = left, stop
     try:
-        sequence = other.load([(whole, stop)], CAPACITY)
+        sequence = other.snapshots.load([(whole, stop)], CAPACITY)
     except ValueError:  # dense as long as nothing followed
         assert dense and stop >= cache.spec.dense_limit
         return
@@ -180,19 +181,19 @@ def test_read_up_to_a_fork_point_it_is_the_fork(kv: str, name: str) -> None:
     points = sorted({cache.fork_point(stream.sequence, at) for at in range(64, stream.length + 1, 64)} - {0})
     for stop in points[:: max(1, len(points) // 4)]:
         fork = cache.fork(stream.sequence, stop, stop, CAPACITY)
-        wanted = cache.export(fork)
+        wanted = cache.snapshots.export(fork)
         pieces = []
         for start, end in zip(starts, [*starts[1:], stop], strict=True):
-            with cache.open_reading(stream.sequence, start, end) as reading:
+            with cache.snapshots.open_reading(stream.sequence, start, end) as reading:
                 pieces.append((read(reading), end))
         assert len(pieces) > 1 or (pieces[0][0].header == wanted.header and torch.equal(pieces[0][0].data, wanted.data))
         other = poisoned(make_cache(SPECS[kv]))
         try:
-            sequence = other.load(pieces, CAPACITY)
+            sequence = other.snapshots.load(pieces, CAPACITY)
         except ValueError:  # dense as long as nothing followed
             assert not fork.path and stop >= cache.spec.dense_limit
         else:
-            assert torch.equal(other.export(sequence).data, wanted.data)
+            assert torch.equal(other.snapshots.export(sequence).data, wanted.data)
         cache.release(fork)
         starts.append(stop)
 
@@ -209,7 +210,7 @@ def test_no_room_takes_nothing_and_room_is_what_was_asked_for(
     links, parent = [Link(one.header, stop) for one, stop in snapshots], None
     if behind and len(links) > 1:
         try:
-            parent = target.load(snapshots[:-1], links[-2].stop)
+            parent = target.snapshots.load(snapshots[:-1], links[-2].stop)
         except (OutOfBlocks, ValueError):
             assert target.free == target.total
             return
@@ -217,18 +218,18 @@ def test_no_room_takes_nothing_and_room_is_what_was_asked_for(
     start = links[-1].stop + new
     before, shape = target.free, (start, start + room, parent)
     try:
-        demand = target.restore_demand(links, *shape)
+        demand = target.snapshots.demand(links, *shape)
     except ValueError:
         with pytest.raises(ValueError):
-            target.restore(links, *shape)
+            target.snapshots.restore(links, *shape)
         assert target.free == before
         return
     if not demand.within(before):
         with pytest.raises(OutOfBlocks):
-            target.restore(links, *shape)
+            target.snapshots.restore(links, *shape)
         assert target.free == before
         return
-    sequence = target.restore(links, *shape).sequence
+    sequence = target.snapshots.restore(links, *shape).sequence
     assert before - target.free == demand
     assert target.growth(sequence, start, start + room).within(target.free - target.free)  # it lacks nothing
     held = [sequence] if parent is None else [sequence, parent]
@@ -272,12 +273,12 @@ def test_the_host_waits_for_no_layer(kv: str, request: pytest.FixtureRequest) ->
     cache = make_cache(SPECS[kv])
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
-    whole = cache.export(stream.sequence)
-    restoring = cache.restore([Link(whole.header, 900)], 950, 1000)
+    whole = cache.snapshots.export(stream.sequence)
+    restoring = cache.snapshots.restore([Link(whole.header, 900)], 950, 1000)
     request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    with cache.open_reading(stream.sequence) as reading:
+    with cache.snapshots.open_reading(stream.sequence) as reading:
         for layer, data in enumerate(whole.data):
             reading.read_layer(layer, data)
             restoring.write_layer(0, layer, data)
@@ -297,21 +298,25 @@ def refusals() -> Iterator[tuple[str, list[tuple[Snapshot, int]], str]]:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(5, cache.allocate(100, 2000))
     prefill(cache, [(stream, 100)])
-    short = cache.export(stream.sequence)
+    short = cache.snapshots.export(stream.sequence)
     prefill(cache, [(stream, 700)])
-    yield "turbo", [(short, 64), (cache.export(stream.sequence, 64), 800)], "does not continue what ends at 64"
-    yield "turbo", [(short, 70), (cache.export(stream.sequence, 64), 800)], "they end in its exact tail"
+    yield (
+        "turbo",
+        [(short, 64), (cache.snapshots.export(stream.sequence, 64), 800)],
+        "does not continue what ends at 64",
+    )
+    yield "turbo", [(short, 70), (cache.snapshots.export(stream.sequence, 64), 800)], "they end in its exact tail"
     outliers = make_cache(SPECS["shadowkv"])
     stream = Stream(0, outliers.allocate(900, 1000))
     prefill(outliers, [(stream, 900)])
-    yield "shadowkv", [(outliers.export(stream.sequence), 448)], "cannot be cut at 448, among pages"
+    yield "shadowkv", [(outliers.snapshots.export(stream.sequence), 448)], "cannot be cut at 448, among pages"
 
 
 def test_chains_that_are_none_are_refused_and_take_nothing() -> None:
     targets = {kv: make_cache(spec) for kv, spec in SPECS.items()}
     for kv, snapshots, reason in refusals():
         links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
-        for ask in (targets[kv].restore, targets[kv].restore_demand):
+        for ask in (targets[kv].snapshots.restore, targets[kv].snapshots.demand):
             with pytest.raises(ValueError, match=reason):
                 ask(links, 1500, 2000)
         assert targets[kv].free == targets[kv].total
@@ -321,20 +326,20 @@ def test_where_it_cannot_be_forked_nothing_is_described_or_shared() -> None:
     talk = conversation("turbo", "grows")
     cache, streams, points = talk.cache, talk.streams, talk.points
     with pytest.raises(ValueError, match="cannot be forked after 65"):
-        cache.describe(streams[0].sequence, 65)
+        cache.snapshots.describe(streams[0].sequence, 65)
     with pytest.raises(ValueError, match="cannot be forked after"):
-        cache.open_reading(streams[0].sequence, streams[0].length // 64 * 64)
+        cache.snapshots.open_reading(streams[0].sequence, streams[0].length // 64 * 64)
     with pytest.raises(ValueError, match="cannot be forked after 100"):
-        cache.open_reading(streams[0].sequence, 64, 100)
+        cache.snapshots.open_reading(streams[0].sequence, 64, 100)
     with pytest.raises(ValueError, match="from token 128 on cannot end after 64"):
-        cache.describe(streams[0].sequence, 128, 64)
-    header = cache.describe(streams[1].sequence, points[1])
+        cache.snapshots.describe(streams[0].sequence, 128, 64)
+    header = cache.snapshots.describe(streams[1].sequence, points[1])
     short = cache.fork(streams[0].sequence, 64, 64, 64)
     before = cache.free
     with pytest.raises(ValueError, match=f"cannot be forked after {points[1]}"):
-        cache.restore([Link(header, header.length)], 1500, 2000, short)
+        cache.snapshots.restore([Link(header, header.length)], 1500, 2000, short)
     with pytest.raises(ValueError, match="nothing to read behind 64 tokens"):
-        cache.open_reading(short, 64)
+        cache.snapshots.open_reading(short, 64)
     assert cache.free == before
     cache.release(short)
 
@@ -345,7 +350,7 @@ def test_a_cache_of_shorter_sequences_refuses_what_is_too_long() -> None:
     prefill(cache, [(stream, 900)])
     for capacity in (900, 500):
         with pytest.raises(ValueError, match="max_model_len=500 does not hold"):
-            target.load(cache.export(stream.sequence), capacity)
+            target.snapshots.load(cache.snapshots.export(stream.sequence), capacity)
     assert target.free == target.total
 
 
@@ -355,7 +360,7 @@ def test_gaps_between_fields_are_zeros_and_bytes_of_one_sequence_are_always_the_
         cache = poisoned(make_cache(SPECS["turbo"]), seed)
         stream = Stream(0, cache.allocate(700, 800))
         prefill(cache, [(stream, 700)])
-        with cache.open_reading(stream.sequence) as reading:
+        with cache.snapshots.open_reading(stream.sequence) as reading:
             found.append(read(reading))
     header = found[0].header
     covered = torch.zeros(header.layer_bytes, dtype=torch.bool)

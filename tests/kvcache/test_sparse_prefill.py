@@ -4,10 +4,10 @@ import pytest
 import torch
 from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
-from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 
@@ -30,7 +30,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_turns_that_keep_everything_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", 3)
+    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 3)
     cache = make_cache(POLICIES[name])
     lengths = [1700, 900]
     streams = [Stream(seed, cache.allocate(n, n + 20)) for seed, n in enumerate(lengths)]
@@ -128,6 +128,7 @@ def test_more_error_is_fewer_blocks() -> None:
 
 def test_caches_of_other_modes_do_not_store_alike() -> None:
     dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
-    assert not sparse.stores_alike(dense, 100)
-    assert unset.stores_alike(dense, 100)
-    assert not sparse.stores_alike(make_cache(preset("full", prefill="sparse", prefill_error=0.5)), 100)
+    assert not sparse.snapshots.stored_alike(dense.snapshots, 100)
+    assert unset.snapshots.stored_alike(dense.snapshots, 100)
+    other = make_cache(preset("full", prefill="sparse", prefill_error=0.5))
+    assert not sparse.snapshots.stored_alike(other.snapshots, 100)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, SINK, KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, SINK, KVSpec
 
 LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
 SMALL = ModelShape(num_layers=3, num_query_heads=9, num_kv_heads=3, head_dim=64)

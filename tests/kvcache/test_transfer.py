@@ -7,14 +7,13 @@ import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, scatter
 
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.prefill_batch import PrefillBlock
+from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 
 FORMS = {
     "full": (preset("full"), preset("full")),
@@ -68,11 +67,11 @@ def test_what_is_loaded_goes_on_as_if_it_had_been_prefilled_there(name: str) -> 
     if here.seals:
         counts = [len(stream.sequence.path) for stream in streams]
         assert max(counts) > 1 and min(counts) == 0
-    exported = [source.export(stream.sequence) for stream in streams]
+    exported = [source.snapshots.export(stream.sequence) for stream in streams]
     for tier in source.store.tiers.values():
         tier.arena.fill_(0xFF)  # what was exported is a copy
     for stream, one in zip(streams, exported):
-        stream.sequence = target.load(one, CAPACITY)
+        stream.sequence = target.snapshots.load(one, CAPACITY)
         assert stream.sequence.length == stream.length
     got = going_on(target, streams)
     if DEVICE == "cpu":
@@ -95,7 +94,7 @@ def test_more_or_fewer_of_the_newest_tokens_may_stay_exact_there(here: int, ther
     prefill(source, [(stream, 700)])
     for _ in range(50):
         decode(source, [stream])
-    stream.sequence = target.load(source.export(stream.sequence), 1000)
+    stream.sequence = target.snapshots.load(source.snapshots.export(stream.sequence), 1000)
     for _ in range(150):
         decode(target, [stream])
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
@@ -121,9 +120,9 @@ def test_other_forms_are_refused_and_take_nothing(there: Callable[[], KVCache]) 
     source, target = make_cache(preset("quest", budget=64)), there()
     stream = Stream(0, source.allocate(700, 700))
     prefill(source, [(stream, 700)])
-    assert not target.stores_alike(source, 700)
+    assert not target.snapshots.stored_alike(source.snapshots, 700)
     with pytest.raises(ValueError, match=r"the sequence is stored as .* this cache stores "):
-        target.load(source.export(stream.sequence), 700)
+        target.snapshots.load(source.snapshots.export(stream.sequence), 700)
     assert target.free == target.total
 
 
@@ -131,13 +130,13 @@ def test_what_is_exact_elsewhere_and_would_be_sealed_here_is_refused_but_not_wha
     long, short = make_cache(preset("quest")), make_cache(preset("quest", budget=1.0))
     stream = Stream(0, long.allocate(300, 300))
     prefill(long, [(stream, 300)])
-    assert not short.stores_alike(long, 300)
+    assert not short.snapshots.stored_alike(long.snapshots, 300)
     with pytest.raises(ValueError, match="300 tokens are all exact there, and would be sealed here"):
-        short.load(long.export(stream.sequence), 400)
+        short.snapshots.load(long.snapshots.export(stream.sequence), 400)
     assert short.free == short.total
     stream = Stream(1, short.allocate(300, 300))
     prefill(short, [(stream, 300)])
-    stream.sequence = long.load(short.export(stream.sequence), 340)
+    stream.sequence = long.snapshots.load(short.snapshots.export(stream.sequence), 340)
     for _ in range(40):
         decode(long, [stream])
     assert stream.sequence.sealed == 256
@@ -148,13 +147,13 @@ def test_no_room_takes_nothing() -> None:
     source, target = make_cache(preset("shadowkv", budget=64)), make_cache(preset("shadowkv", budget=64), blocks=20)
     stream = Stream(0, source.allocate(900, 900))
     prefill(source, [(stream, 900)])
-    exported = source.export(stream.sequence)
+    exported = source.snapshots.export(stream.sequence)
     for capacity in (900, 3000):
         if target.demand(900, capacity).within(target.free):
-            target.release(target.load(exported, capacity))
+            target.release(target.snapshots.load(exported, capacity))
         else:
             with pytest.raises(OutOfBlocks):
-                target.load(exported, capacity)
+                target.snapshots.load(exported, capacity)
         assert target.free == target.total
     assert not target.demand(900, 3000).within(target.total)
 

@@ -6,8 +6,8 @@ from coded_rows import back, gaussian_rows
 
 from shadowkv.kvcache.codecs.variance_normalised import KVarNKeys, KVarNValues, balance
 from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 
 KEYS, VALUES = KVarNKeys(), KVarNValues()
 BOTH = pytest.mark.parametrize("codec", [KEYS, VALUES], ids=lambda codec: codec.name)

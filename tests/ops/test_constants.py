@@ -8,8 +8,8 @@ import torch
 from compiled_source import CSRC, compiled
 
 from shadowkv.kvcache.codecs import vectors
-from shadowkv.kvcache.layout import MOST_ENTRIES
-from shadowkv.kvcache.parts import bit_allocation
+from shadowkv.kvcache.parts import keys_mixed
+from shadowkv.kvcache.sequences.layout import MOST_ENTRIES
 from shadowkv.ops import sampling
 from shadowkv.ops.attend_blocks import cuda as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
@@ -85,7 +85,7 @@ SHARED = {
     },
     "kernels/attend_mixed_sm90/shape.cuh": {
         "kMixedDim": attend_mixed.DIM,
-        "kSameWidth": bit_allocation.GROUP,
+        "kSameWidth": keys_mixed.GROUP,
         "kVector": vectors.GROUP,
         "kEntries": vectors.ENTRIES,
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),

@@ -9,7 +9,7 @@ from ragged_rows import BEGIN, END, check_replays
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.attend_coded import cuda_fp8, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.page import PAGE

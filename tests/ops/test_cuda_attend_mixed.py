@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import MixedLatents
 from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
-from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.kvcache.parts.bit_allocation import GROUP as SAME_WIDTH
+from shadowkv.kvcache.memory.arenas import Field, Tier
+from shadowkv.kvcache.parts.keys_mixed import GROUP as SAME_WIDTH
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda_mixed, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys

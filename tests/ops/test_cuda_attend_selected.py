@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys

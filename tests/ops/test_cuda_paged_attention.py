@@ -8,7 +8,7 @@ import torch
 from plain_formulas import assert_close_like_lowp
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda, reference
 

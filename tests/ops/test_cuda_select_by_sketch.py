@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.sampling import CAUTION, Sampling, systematic_sample
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores import cuda as scoring

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.sign_scores import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.fetch_chunks import reference
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.page import PAGE

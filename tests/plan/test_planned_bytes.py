@@ -21,12 +21,12 @@ from shadowkv.engine.startup.sizing import (
     working_bytes,
 )
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfBlocks
+from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes

@@ -7,7 +7,7 @@ import pytest
 from stored_snapshots import KEY, PATIENCE, data_of, keep, opened, prompt, put
 from test_cache_command import run, tar_of
 
-from shadowkv.kvcache.strict_json import MOST_BYTES, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, to_json
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.names import Names, Save
 

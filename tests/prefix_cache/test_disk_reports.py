@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.snapshot_fields import laid_out
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.header import SnapshotHeader, laid_out
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.host import HostTier

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.page_names import PageNames, common_pages, origin
 

@@ -12,8 +12,8 @@ from tiny_model import ENGINE, tiny_model
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=64)

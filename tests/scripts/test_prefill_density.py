@@ -16,8 +16,8 @@ from tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution import prefill as engine_prefill
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 
 BLOCK, open_cache = prefill_density.BLOCK, prefill_density.open_cache
 

@@ -22,7 +22,7 @@ from tiny_model import tiny_model
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
 

@@ -14,8 +14,8 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import size_cache
-from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.plan.planner import Machine, Planner
 from shadowkv.wording import GIB
 

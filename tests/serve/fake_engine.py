@@ -15,7 +15,7 @@ from shadowkv.engine.request import Request, RequestError, RequestOutput, Reques
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
-from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.prefix_cache.cache import PrefixSegment
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, UnknownName, UnusableName
 from shadowkv.prefix_cache.stats import TierStats

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch per step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes for whose graph there is no memory run
-without one.
+rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps. Shapes for whose graph there is no
+memory run without one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)

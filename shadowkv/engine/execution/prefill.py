@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.upload import upload
+from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 

@@ -13,9 +13,9 @@ from shadowkv.engine.execution.cuda_graphs import CudaGraphs
 from shadowkv.engine.execution.prefill import pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 

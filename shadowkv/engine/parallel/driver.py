@@ -15,9 +15,9 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.startup.loading import graphs_up_to, load_engine_parts
-from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 

@@ -22,7 +22,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.ranks import HERE, Command, rank_device
 from shadowkv.engine.startup.loading import current, graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure, open_group
 
 

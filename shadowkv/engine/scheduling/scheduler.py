@@ -19,9 +19,9 @@ import torch
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.cache import PrefixCache
 from shadowkv.prefix_cache.device.matches import Match, Prompt
 from shadowkv.prefix_cache.page_names import common_pages

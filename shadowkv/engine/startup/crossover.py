@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.kvcache.growth import SETTLED
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.policy.growth import SETTLED
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH, attention_seconds
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder

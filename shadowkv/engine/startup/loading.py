@@ -15,9 +15,9 @@ from shadowkv.engine.startup.crossover import dense_below
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.spec import FETCH_BUFFER
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling

@@ -77,7 +77,7 @@ def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> Cach
         adapter=None,  # merged into the weights, and so part of their fingerprint
         quantization=loaded.config.quantization and str(loaded.config.quantization),
         dtype=str(cache.dtype).removeprefix("torch."),
-        spec={"form": cache.form},
+        spec={"form": cache.snapshots.form},
         codecs={},  # part of the form, too
         prefill=cache.spec.prefill or "dense",
     )

@@ -10,13 +10,13 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
-from shadowkv.kvcache.free_memory import free_host_bytes
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.sparse import SPARSE_FROM
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache, spread
-from shadowkv.kvcache.batch import DecodeBatch
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, rotated_queries
+from shadowkv.kvcache.policy.spec import PAGE
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
@@ -20,10 +21,10 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
     Args:
         q: [B, H_q, d], before RoPE.
     """
-    q = cache.apply_rope(q, batch).float() * q.shape[-1] ** -0.5
+    q = rotated_queries(cache, q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
     for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one by one, to bound the copies
-        keys = cache.exact_keys(layer, pages).float()  # [H, S, d]
+        keys = exact_keys(cache, layer, pages).float()  # [H, S, d]
         scores = query.unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2)
         rows.append(scores.masked_fill((within >= counts[:, None]).flatten(), float("-inf")).softmax(-1))
     return torch.stack(rows)
@@ -36,7 +37,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
     if sealed is None or seen.selected is None:
         return attended
     selected = seen.batch.of_sealed(seen.selected)
-    elsewhere = cache.exact_elsewhere(seen.layer, sealed)  # exact, so read
+    elsewhere = exact_elsewhere(cache, seen.layer, sealed)  # exact, so read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
     chosen.scatter_(2, selected.where(selected >= 0, chunks), True)

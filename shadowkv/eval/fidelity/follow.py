@@ -15,7 +15,7 @@ from shadowkv.eval.fidelity.follower import Follower
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.texts import Prompt
 from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
 
@@ -66,7 +66,7 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
             one.sequences.append(sequence)
     for twin, one in pairwise(followers):
         if isinstance(one.policy, ExactTails):  # the one before it is the policy itself
-            one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
+            one.sequences.append(one.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity))
     return found[0][0]
 
 

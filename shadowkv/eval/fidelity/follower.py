@@ -16,8 +16,8 @@ from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.reuse import Reuse
 from shadowkv.eval.fidelity.texts import Prompt
 from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.loader import LoadedModel
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.prefill_batch import PrefillBlock
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.prefill.batch import PrefillBlock
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
 @dataclass(frozen=True)

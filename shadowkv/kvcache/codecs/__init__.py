@@ -18,17 +18,23 @@ from shadowkv.ops.codec import LatentCodec, RowCodec
 ROW_CODECS: dict[str, RowCodec] = {}
 LATENT_CODECS: dict[str, LatentCodec] = {}
 
+NAMES_OF_PARTS: dict[str, set[str]] = {"keys": {"dense"}, "values": {"dense", "rotated"}}
+"""Names on the axes that are no codecs'."""
+
 
 def register(codec: RowCodec | LatentCodec) -> None:
     """Makes a codec available under its name on its axes.
 
     Raises:
-        ValueError: another codec has its name or its id.
+        ValueError: another codec has its name or its id, or a part its name on one of its axes.
     """
     known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
     for other in known:
         if codec.name == other.name or codec.id == other.id:
             raise ValueError(f"codec {codec.name!r} ({codec.id}) is taken by {other.name!r} ({other.id})")
+    for axis in codec.axes if isinstance(codec, RowCodec) else ("keys",):
+        if codec.name in NAMES_OF_PARTS[axis]:
+            raise ValueError(f"codec {codec.name!r} has the name of a part: {axis}={codec.name!r}")
     if isinstance(codec, RowCodec):
         ROW_CODECS[codec.name] = codec
     else:

@@ -15,12 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
@@ -28,6 +27,18 @@ from shadowkv.ops.codec import CodecId
 EXCLUDED = "excluded"
 """The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
 scored nor selected. It belongs to the cache: policies with outliers have it, and those whose index reads it."""
+
+
+SEALED_AT_ONCE = 512
+"""Pages of one layer that are coded at a time, to bound the temporary memory."""
+
+OBSERVED = 64
+"""Newest queries of a prompt that an index can learn from."""
+
+TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
+"""Layers of a short prompt are stored together, and so are sequences that are compressed as they grow: each launch that
+stores them takes as long as one for a single layer. At most that many tokens of all layers are stored together, the
+queries kept of them counted too, and that many fitted states, of one sequence or of several."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SEALED_AT_ONCE, SealedBatch
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
-from shadowkv.kvcache.parts.token_scores import projected_scores
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, SEALED_AT_ONCE, FittedTokens, ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.index_plain import projected_scores
+from shadowkv.kvcache.policy.spec import PAGE
 
 
 class PCA(ScoredIndex):

@@ -14,12 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, IndexPart, SealedTokens, Selection
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_by_sketch.reference import most_kept
@@ -75,8 +74,8 @@ class Sketch(IndexPart):
 
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"), store.ops)
-        for name, found in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
-            store.state[name][layers][:, states] = found.to(torch.bfloat16)
+        for name, map_of_heads in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
+            store.state[name][layers][:, states] = map_of_heads.to(torch.bfloat16)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         store.state["sketch_mean"][layers][:, states] = tokens.rope_keys.mean(2, dtype=torch.float32)
@@ -93,12 +92,12 @@ class Sketch(IndexPart):
 
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
+        k, sealed = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
-        coarse = store.ops.sign_scores(queries, signs, scale, *places)
+        coarse = store.ops.sign_scores(queries, signs, scale, *sealed)
         return Selection(
             *store.ops.select_by_sketch(
-                queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k, batch.sampling, layer
+                queries, coarse, signs, rest, scale, *sealed, batch.budget, self.spec.chunk, k, batch.sampling, layer
             )
         )
 
@@ -148,14 +147,14 @@ def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tupl
         Two float32 [..., H, d, d], whose rows' products are those of the unit vectors.
     """
     dim = rotation.shape[0]
-    one = torch.eye(dim, device=rotation.device)
-    moments = one.expand(*queries.shape[:-3], heads, dim, dim)
+    identity = torch.eye(dim, device=rotation.device)
+    moments = identity.expand(*queries.shape[:-3], heads, dim, dim)
     if queries.shape[-3]:
         grouped = torch.nn.functional.normalize(queries.float(), dim=-1).unflatten(-2, (heads, -1))
         units = grouped.transpose(-4, -3).flatten(-3, -2)  # [..., H, w G, d]
-        moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
+        moments = ISOTROPIC * identity + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
     # The root exists: the smallest eigenvalue is at least ISOTROPIC. L R is L L^T times the transposed inverse times R.
     flat = moments.flatten(0, -3).contiguous()
-    inverse = ops.whiten_rows(one.expand_as(flat).contiguous(), flat).view(moments.shape)
+    inverse = ops.whiten_rows(identity.expand_as(flat).contiguous(), flat).view(moments.shape)
     of_queries = inverse.mT @ rotation
     return moments @ of_queries, of_queries

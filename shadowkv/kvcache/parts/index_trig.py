@@ -15,11 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SEALED_AT_ONCE, SealedBatch
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
@@ -91,8 +90,8 @@ class Trig(RankedIndex):
 def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
     """Rows [..., d] RoPE-rotated by positions [...], which may be negative; unlike ``apply_rope`` it changes no
     length."""
-    places, scale = positions.abs(), 1 / rotary.config.magnitude
-    cos, sin = rotary.cos[places] * scale, rotary.sin[places] * scale
+    distances, scale = positions.abs(), 1 / rotary.config.magnitude
+    cos, sin = rotary.cos[distances] * scale, rotary.sin[distances] * scale
     return rope_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED, SEALED_AT_ONCE, SealedBatch
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import OBSERVED, SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.policy.spec import PAGE
 
 NEIGHBOURS = 7
 """Tokens in the window whose most attended token counts for the middle one."""
@@ -63,13 +62,13 @@ class Votes(RankedIndex):
         queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
         number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
         token = torch.arange(tokens.rope_keys.shape[2], device=states.device)
-        for one in np.ndindex(*tokens.rope_keys.shape[:2]):
-            later = token > (voted[one] + number)[:, None]
+        for segment in np.ndindex(*tokens.rope_keys.shape[:2]):
+            later = token > (voted[segment] + number)[:, None]
             for head in range(self.shape.num_kv_heads):
-                scores = self._scores(queries[one][head], tokens.rope_keys[one][:, head])
+                scores = self._scores(queries[segment][head], tokens.rope_keys[segment][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
                 # A missing voter gives no share to any key.
-                sums[one][head] = torch.where(number < voters[one], lse, math.inf)
+                sums[segment][head] = torch.where(number < voters[segment], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowkv.kvcache.batch import STATES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.codecs import LATENT_CODECS
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, FittedTokens, KeyPart, SealedTokens
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
@@ -112,17 +111,17 @@ class LowRankKeys(KeyPart):
             of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
             learned |= {"key_mean": mean, "latent_step": step, "latent_mean": of_latents}
         learned["basis"] = basis.to(self.dtype)
-        for name, found in learned.items():
+        for name, value in learned.items():
             state = store.state[name][layers]
-            state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
+            state[:, states] = value.reshape(len(state), len(states), *state.shape[2:])
 
     def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,
         and the strongest of all groups come first (``LatentCodec.of_groups``)."""
         groups = self.spec.key_ranks(self.shape)
         if len(groups) == 1:
-            found: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
-            return found
+            result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
+            return result
         bases, numbers, totals = [], [], []
         for rank, heads in groups:
             columns = slice(*(head * self.shape.head_dim for head in heads))
@@ -131,8 +130,8 @@ class LowRankKeys(KeyPart):
             bases.append(pad(part, (columns.start, keys.shape[2] - columns.stop)))
             numbers.append(torch.stack(of_rows))
             totals.append(total)
-        place = torch.cat([torch.arange(rank, device=keys.device) for rank, _ in groups])
-        order = (place >= STRONG).int().argsort(stable=True)
+        dimension = torch.cat([torch.arange(rank, device=keys.device) for rank, _ in groups])
+        order = (dimension >= STRONG).int().argsort(stable=True)
         variance, largest = torch.cat(numbers, dim=2)[:, :, order]
         return torch.cat(bases, dim=1)[:, order], variance, largest, torch.stack(totals).sum(0)
 

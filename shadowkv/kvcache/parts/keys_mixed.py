@@ -1,18 +1,67 @@
-"""Low-rank keys whose rank dimensions have widths of their own, on a basis in 8 bits: the keys of Shard."""
+"""Low-rank keys whose rank dimensions have widths of their own, on a basis in 8 bits: the keys of Shard.
+
+Groups of principal components get bits within a total budget (``allocate``), strong ones more. The error of a group in
+b bits counts as its variance / (3 4^b), and without any bits as 4 times its variance: dropping a group should cost more
+than its share of the energy. An exact dynamic program over the groups, for many matrices at a time; the host never
+waits for it.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
-from shadowkv.kvcache.parts.bit_allocation import allocate
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys, kept_energy
-from shadowkv.kvcache.sealed_store import SealedStore
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
+
+WIDTHS = (8, 6, 4, 2, 0)
+"""Bits that a component may have."""
+
+GROUP = 16
+"""Components of a group, in order of their variance; the last group has what is left. Shard has groups of 64;
+finer ones follow the variances closer, and take no more bytes."""
+
+DROP_PENALTY = 4.0
+"""Cost of a group without bits, in units of its variance."""
+
+
+def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
+    """Widths uint8 [M, r] of components with variances [M, r], strongest first, which sum to at most ``budget`` bits
+    and cost least.
+
+    Args:
+        group: components that have one width.
+        drop_penalty: cost of a group without bits, in units of its variance.
+    """
+    groups = variance.float().split(group, dim=1)
+    sizes = [part.shape[1] for part in groups]
+    unit = 2 * math.gcd(*sizes)  # in bits: every sum of widths is a multiple of it
+    units = budget // unit
+    least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)  # cost so far within 0, 1, ... units
+    choices = []
+    for part, size in zip(groups, sizes, strict=True):
+        total, taken = part.sum(1, keepdim=True), []
+        for width in WIDTHS:
+            spent = min(width * size // unit, units + 1)
+            error = total / (3 * 4**width) if width else drop_penalty * total
+            unable = least.new_full((len(least), spent), math.inf)
+            taken.append(torch.cat((unable, least[:, : units + 1 - spent] + error), dim=1))
+        least, choice = torch.stack(taken).min(0)
+        choices.append(choice)
+    widths = torch.tensor(WIDTHS, device=variance.device)
+    left = torch.full_like(choices[0][:, :1], units)
+    found: list[Tensor] = []
+    for choice, size in zip(reversed(choices), reversed(sizes), strict=True):
+        found.insert(0, widths[choice.gather(1, left)].expand(-1, size))
+        left = left - found[0][:, :1] * size // unit
+    return torch.cat(found, dim=1).to(torch.uint8)
+
 
 LARGEST = 127
 """The largest entry of a row of the basis, in its steps."""
@@ -26,7 +75,7 @@ BYTES_OF_A_LATENT = 40
 
 
 class MixedLowRankKeys(LowRankKeys):
-    """Latents of centred keys, whose widths are chosen by their variances over the prompt (``bit_allocation.py``).
+    """Latents of centred keys, whose widths are chosen by their variances over the prompt (``allocate``).
 
     A row of the basis is whole numbers times one step, with the step of its latents folded in.
     """
@@ -68,13 +117,13 @@ class MixedLowRankKeys(LowRankKeys):
             "key_mean": mean,
             KEPT_ENERGY: kept_energy(variance, total),
         }
-        for name, found in learned.items():
+        for name, value in learned.items():
             state = store.state[name][layers]
-            state[:, states] = found.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
+            state[:, states] = value.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
-        for some in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
-            self._seal(store, some)
+        for portion in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
+            self._seal(store, portion)
 
     def _seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, widths = (store.state[name][tokens.layers][:, tokens.states] for name in ("key_mean", "latent_bits"))
@@ -89,8 +138,8 @@ class MixedLowRankKeys(LowRankKeys):
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
         names = ("basis", "key_mean", "latent_bits", "basis_step")
         basis, mean, widths, step = (store.state[name][layer] for name in names)
-        places = batch.states, batch.pages, batch.first, store.rotary
-        return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *places, widths, step)
+        of_batch = batch.states, batch.pages, batch.first, store.rotary
+        return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
     def _decoded(self, store: SealedStore, layers: slice, states: Tensor) -> Tensor:
         """Bases float32 [L, n, r, H, d]."""

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Link
+from shadowkv.kvcache.snapshots.layers import Restoring
 from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.copies.mover import Mover, StreamArrival
 from shadowkv.prefix_cache.copies.speeds import Speeds
@@ -122,8 +122,8 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
-        restoring = self._cache.restore(self.links(steps), start, capacity, parent)
+        """A sequence restored from a chain in host memory; raises as ``Snapshots.restore`` does."""
+        restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [self._copies.of[step.node] for step in steps]
         parts = [(copy.header, copy.slabs or []) for copy in copies]
         began, nbytes = time.monotonic(), sum(copy.header.nbytes for copy in copies)
@@ -143,7 +143,7 @@ class Chains:
             self._speeds.host(nbytes, time.monotonic() - began)
             self._counts.restored(nbytes, time.monotonic() - began)
         else:
-            restoring.sequence.arrival = arrival
+            restoring.sequence.pending_layers = arrival
             for copy in copies:
                 copy.use()
             self.arriving.append(Arriving(arrival, restoring, copies, nbytes))

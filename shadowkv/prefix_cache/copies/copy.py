@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.prefix_cache.copies.host import HostTier
 from shadowkv.prefix_cache.device.eviction import Eviction
 from shadowkv.prefix_cache.device.tree import Node, PrefixTree

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.disk.index import Entry

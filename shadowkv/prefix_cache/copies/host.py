@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory import pin
+from shadowkv.kvcache.memory.arenas import pin
 
 SLAB_BYTES = 2**22
 """Size of a slab: copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""

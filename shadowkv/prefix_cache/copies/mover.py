@@ -9,9 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 from shadowkv.prefix_cache.copies.host import HostTier
 
 ALIGNMENT = 256
@@ -114,7 +113,7 @@ def _widest(header: SnapshotHeader) -> int:
 
 
 class StreamArrival:
-    """Layers that another stream writes; see ``kvcache.arrival.Arrival``.
+    """Layers that another stream writes; see ``kvcache.sequences.sequence.PendingLayers``.
 
     Args:
         device: the one they are on.

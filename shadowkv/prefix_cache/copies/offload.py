@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.layers import Reading
 from shadowkv.prefix_cache.copies.copy import Copies, Copy
 from shadowkv.prefix_cache.copies.mover import Mover
 from shadowkv.prefix_cache.device.tree import Node
@@ -58,7 +58,7 @@ class Offload:
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
-            reading = self._cache.open_reading(sequence, start, stop)
+            reading = self._cache.snapshots.open_reading(sequence, start, stop)
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return

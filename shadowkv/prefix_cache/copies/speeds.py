@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 
 NEW = 0.3
 """Weight of the last measurement."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.device.tree import Node
 from shadowkv.prefix_cache.page_names import PageNames
 

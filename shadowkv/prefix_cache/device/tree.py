@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import MAX_NUMBER

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.copies.chains import MOST_FETCH_SECONDS, Chains
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports

@@ -1,0 +1,57 @@
+"""An index of one's own in one file outside the package, and a server whose policy finds tokens with it.
+
+    python examples/custom_index.py --model smollm2-135m-instruct
+
+An installed package names ``register`` as an entry point, and then ``shadowkv serve --kv small-norms`` does the same:
+
+    [project.entry-points."shadowkv.plugins"]
+    small-norms = "custom_index:register"
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from shadowkv import KVSpec
+from shadowkv.cli import main as shadowkv
+from shadowkv.kvcache import parts, presets
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
+from shadowkv.ops.page import PAGE
+
+
+class SmallNorms(RankedIndex):
+    """Tokens whose keys are the shortest, whatever the query: those get most attention (arXiv:2406.11430)."""
+
+    def page_fields(self) -> tuple[Field, ...]:
+        # Arrays of a page of 64 tokens in one layer: pools, planner and admission count their bytes from here.
+        return (Field("key_norms", (self.shape.num_kv_heads, PAGE), torch.float32),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        norms = tokens.rope_keys.float().norm(dim=-1)  # [L, n, 64, H], of pages that are full
+        store.write("key_norms", tokens.layers, tokens.pages, norms.transpose(2, 3))
+
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+        norms = store.page["key_norms"][layer][batch.pages]  # [B, P, H, 64]
+        chunks = norms.transpose(1, 2).flatten(2).unflatten(-1, (-1, self.spec.chunk))
+        return -chunks.amin(-1)  # [B, H, P * C]: the largest first, none above 0
+
+
+def register() -> None:
+    """Makes the index known (``--kv turbo:index=small-norms,sampled=0.0``), and a preset with it."""
+    parts.register("index", "small-norms", SmallNorms)
+    presets.register("small-norms", KVSpec(index="small-norms", chunk=1))
+
+
+def main(argv: list[str]) -> int:
+    """Serves; ``argv`` are further flags of ``shadowkv serve``."""
+    register()
+    return shadowkv(["serve", "--kv", "small-norms", *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Attention of a decode step: one more token for each sequence of a batch, over [sink | outliers | selected | tail].
+
+Every segment of a sequence is searched and attended to separately, with the state that it is stored with and its share
+of the budget; the results and that of the exact tokens are merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, batch_of
+from shadowkv.kvcache.decode.fetching import Fetching
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.streams import SideStream
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.sealing.pages import Sealing
+from shadowkv.kvcache.sequences.store import Store
+
+SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
+"""Sees layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
+to."""
+
+
+class Decode:
+    """The decode half of the cache.
+
+    Attributes:
+        hook: public hook for selections; to be set before steps are captured in graphs.
+    """
+
+    def __init__(self, store: Store, sealing: Sealing) -> None:
+        self.store, self.sealing = store, sealing
+        self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
+        self.side_stream = SideStream(store.compute, captured=True)
+        self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
+        self.hook: SelectionHook | None = None
+
+    def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
+        """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
+
+        Args:
+            numbers: the plan's, packed, already on the device, with what is due sealed already; then only the plan's
+                shapes are used, so that the result can be captured in a graph and used for other plans of the same
+                shapes.
+        """
+        if numbers is None:
+            if plan.sealing is not None:
+                self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
+            numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
+        return batch_of(plan, numbers, self.spec, self.sealing.tables)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
+        """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
+        if batch.sealed is None or self.fetching is not None or self.store.layout.skips(layer):
+            self._append(layer, k, v, batch)
+        else:  # on the same stream as exact attention, which reads them
+            self.side_stream.start(lambda: self._append(layer, k, v, batch))
+
+    def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
+        """Queries [B, H_q, d] after RoPE."""
+        rope_q: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
+        return rope_q
+
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
+        """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it."""
+        q = self.apply_rope(q, batch)
+        if batch.whole is not None and self.store.layout.skips(layer):
+            exact: Tensor = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], *batch.whole)[0]
+            return lambda: exact
+        if batch.sealed is not None and self.fetching is not None:
+            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
+        out = self._attend(layer, q, batch)
+        return lambda: out
+
+    def _select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        selected = self.parts.index.select(self.store, layer, q, batch)
+        return selected if self.hook is None else self.hook(layer, q, batch, selected)
+
+    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
+        if batch.sealed is None:
+            return self._attend_exact(layer, q, batch)[0]
+        exact = self.side_stream.start(
+            lambda: self._attend_exact(layer, q, batch)
+        )  # little work, while chunks are searched
+        sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
+        return self._merge(exact(), sealed, batch)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
+        pages = self.store.k[layer], self.store.v[layer]
+        self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
+
+    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        return out, lse
+
+    def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        keys = self.parts.keys.source(self.store, layer, batch)
+        values = self.parts.values.source(self.store, layer, batch)
+        if not self.spec.selects:
+            assert batch.span is not None, "batches of decode steps have it"
+            out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
+            return out, lse
+        selected = self._select(layer, q, batch)
+        out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
+        return out, lse
+
+    def _merge(self, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
+        """Attention [B, H_q, d] over exact tokens and over sealed ones of each segment [R, H_q, d]."""
+        merge = self.ops.merge_attention
+        if batch.of_sequence is None:
+            merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), sealed])
+            return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
+        out, lse = exact
+        # An empty row for sequences that have fewer segments than others.
+        outs = torch.cat((sealed[0], torch.zeros_like(sealed[0][:1])))
+        sums = torch.cat((sealed[1], torch.full_like(sealed[1][:1], float("-inf"))))
+        for rows in batch.of_sequence.unbind(1):
+            out, lse = merge([(out, lse), (outs[rows], sums[rows])]), torch.logaddexp(lse, sums[rows])
+        return out
+
+    def _begin_fetched(
+        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
+    ) -> Callable[[], Tensor]:
+        """In portions of the rows: values of one cross the bus while others are scored or attended to."""
+        queries, started = batch.of_sealed(q), []
+        for rows in fetching.portions(sealed):
+            portion = sealed.part(rows)
+            selected = self._select(layer, queries[rows], portion).chunks
+            fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
+            started.append((rows, portion, selected, fetch))
+        exact = self._attend_exact(layer, q, batch)  # while the bus is busy
+
+        def finish() -> Tensor:
+            parts = []
+            for rows, portion, selected, fetch in started:
+                keys = self.parts.keys.source(self.store, layer, portion)
+                parts.append(self.ops.attend_selected(queries[rows], keys, fetch.wait(), selected))
+            outs, sums = zip(*parts, strict=True)
+            return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else parts[0], batch)
+
+        return finish

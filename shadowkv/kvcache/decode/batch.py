@@ -1,0 +1,226 @@
+"""A decode step: its plan, as the host knows it, and its batch, as the device sees it, whose shapes the plan fixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import Tables
+from shadowkv.ops.sampling import Sampling
+
+
+class SequenceNumbers(NamedTuple):
+    """For each of B sequences, int64 [B]: its slot, tokens cached, tokens sealed, pages of the ring, static pages."""
+
+    slot: Any
+    length: Any
+    sealed: Any
+    ring_pages: Any
+    static_pages: Any
+
+
+class SegmentNumbers(NamedTuple):
+    """For each of R segments, int64 [R]: its slot in the page tables, its state, its sequence in the batch, the
+    positions of its first token and after its last, chunks to select by top-k and by sampling per kv head, and the seed
+    of what is sampled in this step."""
+
+    slot: Any
+    state: Any
+    sequence: Any
+    first: Any
+    end: Any
+    top_k: Any
+    sampled: Any
+    seed: Any
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One more token for each of B sequences, as the host knows it: all that the device needs is in the numbers.
+
+    Attributes:
+        sequences, segments: NumPy arrays. Where no sequence has more than one segment there is one of each, R = B,
+            empty where the sequence is dense.
+        of_sequence: int64 [B, S], which segments a sequence has, R for none; None where there is one of each.
+        exact_pages, sealed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the page
+            tables.
+        max_budget: chunks that any segment may select, top-k and sampled.
+        micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
+            fetched while another computes.
+        sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
+    """
+
+    sequences: SequenceNumbers
+    segments: SegmentNumbers
+    of_sequence: np.ndarray | None
+    exact_pages: int
+    sealed_pages: int
+    max_budget: int
+    micro_batches: int = 1
+    sealing: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Determines the shapes of all tensors of a step."""
+        columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
+        counts = len(self.sequences.slot), len(self.segments.slot), columns
+        return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+
+    def packed(self) -> np.ndarray:
+        """All numbers in one array, int64 [n]."""
+        of_sequence = () if self.of_sequence is None else (self.of_sequence.ravel(),)
+        return np.concatenate((*self.sequences, *self.segments, *of_sequence))
+
+    def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
+        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        count, rows, columns = self.shape[:3]
+        sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
+        of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
+        return SequenceNumbers(*sequences.view(5, -1)), SegmentNumbers(*segments.view(8, -1)), of_sequence
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token for each of B sequences of any lengths, as the device sees it.
+
+    Attributes:
+        positions: int64 [B], position of each new token.
+        pages: int64 [B, E], names of the exact pages.
+        counts: int64 [B, E], valid tokens of each exact page, the new one included.
+        write_page: int64 [B], name of the exact page that takes the new token.
+        write_offset: int64 [B], its row there.
+        sealed: None where no row has sealed pages.
+        whole: for skipped layers, names of all pages of a sequence, sealed ones and those of its tail, int64 [B, S],
+            and valid tokens of each, int64 [B, S]; None where no layer is skipped or no row has sealed pages.
+        sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
+        of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
+            at most one.
+    """
+
+    positions: Tensor
+    pages: Tensor
+    counts: Tensor
+    write_page: Tensor
+    write_offset: Tensor
+    sealed: SealedBatch | None
+    sequence: Tensor | None = None
+    of_sequence: Tensor | None = None
+    whole: tuple[Tensor, Tensor] | None = None
+
+    def of_sealed(self, x: Tensor) -> Tensor:
+        """[R, ...] of [B, ...], for the rows of ``sealed``."""
+        return x if self.sequence is None else x[self.sequence]
+
+    def split(self, count: int) -> list[DecodeBatch]:
+        """``count`` micro-batches, at most as many as rows; more than one only for values on the host."""
+        if count == 1:
+            return [self]
+        bounds = [part * len(self.positions) // count for part in range(count + 1)]
+        return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
+
+    def _rows(self, rows: slice) -> DecodeBatch:
+        assert self.sequence is None  # every row has one segment where there are micro-batches
+        return DecodeBatch(
+            self.positions[rows],
+            self.pages[rows],
+            self.counts[rows],
+            self.write_page[rows],
+            self.write_offset[rows],
+            None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
+            whole=None if self.whole is None else (self.whole[0][rows], self.whole[1][rows]),
+        )
+
+
+def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) -> DecodeBatch:
+    """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
+    are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
+    shapes."""
+    sequences, segments, of_sequence = plan.unpacked(numbers)
+    slot, length, _, ring, static_pages = sequences
+    pages = tables.exact[slot, : plan.exact_pages].long()
+    counts = _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
+    sealed = sequence = whole = None
+    if plan.sealed_pages:
+        if spec.skip_layers:
+            whole = _whole(plan, segments, of_sequence, pages, counts, static_pages, tables)
+        # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
+        # which only a GPU uses, are cut by rows of the whole batch.
+        compressed = segments.end > segments.first
+        if of_sequence is not None:
+            sequence = segments.sequence
+        elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not compressed.all():
+            sequence = compressed.nonzero().squeeze(1)
+            segments = SegmentNumbers(*(x[sequence] for x in segments))
+        sealed = _sealed_batch(plan, segments, spec, tables)
+    return DecodeBatch(
+        length,
+        pages,
+        counts,
+        pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
+        length % PAGE,
+        sealed,
+        sequence,
+        of_sequence,
+        whole,
+    )
+
+
+def _whole(
+    plan: DecodePlan,
+    segments: SegmentNumbers,
+    of_sequence: Tensor | None,
+    pages: Tensor,
+    counts: Tensor,
+    static_pages: Tensor,
+    tables: Tables,
+) -> tuple[Tensor, Tensor]:
+    """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
+    and outliers count 0 tokens: these are in the sealed ones."""
+    sealed = tables.pages[segments.slot, : plan.sealed_pages].long()
+    page = torch.arange(plan.sealed_pages, device=sealed.device)
+    filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
+    if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
+        sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
+    static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
+    return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
+
+
+def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
+    pages = value_pages = tables.pages[segments.slot, : plan.sealed_pages].long()
+    if spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
+        value_pages = tables.value_pages[segments.slot, : plan.sealed_pages].long()
+    tokens, span = segments.end - segments.first, None
+    if not spec.selects:
+        span = (segments.first == 0) * (spec.sink_chunks * spec.chunk), tokens
+    return SealedBatch(
+        slots=segments.slot,
+        states=segments.state,
+        first=segments.first,
+        pages=pages,
+        value_pages=value_pages,
+        num_pages=tokens // PAGE,
+        num_chunks=tokens // spec.chunk,
+        budget=segments.top_k,
+        max_budget=plan.max_budget,
+        sampling=Sampling(segments.sampled, segments.seed) if spec.sampled else None,
+        span=span,
+    )
+
+
+def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
+    """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
+    _, length, sealed, ring_pages, static_pages = numbers
+    column = torch.arange(static.shape[1], device=static.device)
+    ring, first = ring_pages[:, None], static_pages[:, None]
+    age = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    in_ring = (column >= first) & (column < first + ring)
+    tail = (length + 1 - sealed)[:, None]
+    counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
+    return counts.clamp(0, PAGE)

@@ -1,0 +1,109 @@
+"""Selected values on their way from the host to the buffer on the device, on a stream of their own.
+
+Most of what a step selects has been fetched by earlier steps (ShadowKV, arXiv:2410.21465, section 4.1); only the
+rest crosses the bus, while the device goes on computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.streams import SideStream
+from shadowkv.kvcache.sequences.store import Store
+from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
+from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
+
+MANY_BYTES = 50 * 10**6
+"""Where that many bytes are selected, four portions of a batch are faster than two: 0.77 against 0.84 ms a layer for
+48 x 128 chunks of 2 KiB on an H200. For a third of that, three were slower than two: 0.37 against 0.33 ms."""
+
+TWO_BATCH_CHUNKS = 2**16
+"""Where all rows and heads select that many short chunks, the batch is split in two: at 130 x 120 x 8 of 384 B, 72 % of
+them found, a step of 32 layers takes 38.2 instead of 44.2 ms on an H200, although weights are read twice; at
+65 x 244 x 8 it takes 37.4 instead of 43.0. Neither fewer nor longer chunks have been tried."""
+
+
+@dataclass(frozen=True)
+class FetchCounts:
+    """Chunks that steps selected, how many of them were not in the buffer, and the bytes of those."""
+
+    selected: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A fetch under way; to be kept until everything that reads its values has been launched."""
+
+    values: BufferedRows
+    done: torch.cuda.Event | None
+
+    def wait(self) -> BufferedRows:
+        """The values, which anything launched from now on may read."""
+        if self.done is not None:
+            self.done.wait()
+        return self.values
+
+
+class Fetching:
+    """The buffers of a store that has them."""
+
+    def __init__(self, store: Store, side_stream: SideStream) -> None:
+        of_all_layers = store.buffer
+        assert of_all_layers is not None, "the layout has no buffer"
+        per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
+        (field,) = store.layout.host_fields
+        self.store, self._counters, self._host = store, of_all_layers.counters, store.page[field.name]
+        self._first = store.layout.compressed.start
+        self._buffers = [
+            ChunkBuffer(
+                counters=of_all_layers.counters, **{name: getattr(of_all_layers, name)[layer] for name in per_layer}
+            )
+            for layer in range(len(of_all_layers.rows))
+        ]
+        self._stream = side_stream.stream
+        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
+
+    def micro_batches(self, budget: np.ndarray) -> int:
+        """Micro-batches, 1 or 2, to split a batch into whose rows may select ``budget`` int64 [B] chunks per head."""
+        rows = self._buffers[0].rows
+        short = rows[0, 0, 0].nbytes < SHORT_ROW
+        much = len(budget) > 1 and int(budget.sum()) * rows.shape[1] >= TWO_BATCH_CHUNKS
+        return 2 if self._stream is not None and short and much else 1
+
+    def portions(self, batch: SealedBatch) -> list[slice]:
+        """Runs of rows that are fetched one after the other; a single run where there is no bus or another micro-batch
+        uses the time."""
+        count, rows = len(batch.slots), self._buffers[0].rows[0]
+        many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
+        parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
+        return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
+
+    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
+        """Fetches those of the selected chunks int64 [B, H, k] of ``source`` that the buffer lacks."""
+        buffer = self._buffers[layer - self._first]
+        where = self._host[layer], batch.value_pages, batch.slots
+        entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
+        done = None if self._stream is None else self._stream.record_event()
+        return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
+
+    def publish(self) -> None:
+        """Copies the counters to the host, which does not wait for them."""
+        self._published.copy_(self._counters, non_blocking=True)
+
+    def forget(self) -> None:
+        """Resets the counters."""
+        self._counters.zero_()
+        self.publish()
+
+    @property
+    def counts(self) -> FetchCounts:
+        """The counters last published; may be read from any thread."""
+        selected, fetched = self._published.tolist()
+        return FetchCounts(selected, fetched, fetched * self._buffers[0].rows[0, 0, 0].nbytes)

@@ -1,0 +1,185 @@
+"""How a decode step is planned on the host: which tokens of which sequences, and what is sealed before.
+
+All that the device needs is in numbers. Shapes are rounded up, so that few captured graphs serve many steps; padding
+names the padding slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shadowkv.kvcache.decode.batch import DecodePlan, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.decode.fetching import Fetching
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sealing.storing import Storing
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
+from shadowkv.ops.sampling import row_seeds
+
+
+class DecodePlanner:
+    """Plans steps of a pool's sequences.
+
+    Args:
+        storing: seals what is due.
+        fetching: how values on the host are fetched; None where none are.
+    """
+
+    def __init__(self, storing: Storing, fetching: Fetching | None) -> None:
+        self.storing, self.fetching = storing, fetching
+        self.pool, self.sealing, self.layout = storing.pool, storing.sealing, storing.layout
+        self.tables, self.spec = storing.pool.tables, storing.spec
+
+    def plan(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
+        """Turns tails that have outgrown their state into segments, and plans the sealing that is due and one more
+        token for each."""
+        tables, spec = self.tables, self.spec
+        for sequence in sequences:
+            self.pool.await_layers(sequence)
+        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
+        capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
+        if (tables.length[slots] >= capacity).any():
+            raise ValueError(f"a sequence is at its capacity: lengths {tables.length[slots]}, capacities {capacity}")
+        sealing = None
+        if spec.seals:
+            tail = tables.length[slots] - tables.sealed[slots]
+            growth = self.layout.growth
+            limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
+            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= limit)
+            if outgrown.any():
+                self.storing.seal_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
+            due = self.sealing.due(slots)
+            if due.any():
+                sealing = self.sealing.numbers(slots[due])
+                for row in map(int, due.nonzero()[0]):
+                    self.pool.seal(sequences[row], sequences[row].sealed + PAGE)
+        names = "length", "sealed", "ring_pages", "static_pages"
+        numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
+        segments, of_sequence = self._segments(numbers)
+        budget = segments.top_k + segments.sampled
+        return DecodePlan(
+            numbers,
+            segments,
+            of_sequence,
+            int((numbers.static_pages + tables.ring_widths(slots)).max()),
+            int((segments.end - segments.first).max()) // PAGE,
+            int(budget.max()),
+            1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
+            sealing,
+        )
+
+    def forecast(
+        self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
+        """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
+        prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
+        where a sequence has several, or on the micro-batches of values on the host."""
+        if self.fetching is not None or not sequences:
+            return None
+        tables, layout = self.tables, self.layout
+        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
+        segments = int(tables.segments[slots].max())
+        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max())
+        sealed = int(tables.sealed[slots].max())
+        for sequence, length in joining:
+            at = sequence.standing
+            after = layout.growth.sealed(at, length, length == sequence.capacity)
+            segments = max(segments, at.segments + after.fits)
+            static = len(sequence.static) if at.segments else self.spec.static_pages
+            compressed = static + len(sequence.ring)
+            exact = max(exact, compressed if after.tokens else length // PAGE + 1)
+            sealed = max(sealed, after.tokens)
+        if segments > 1:
+            return None
+        count = len(sequences) + len(joining)
+        padding = padding_numbers(tables)
+        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
+        return DecodePlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
+
+    def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
+        """The segments of a batch, and which of them each sequence has."""
+        tables, spec = self.tables, self.spec
+        count, slots = tables.segments[numbers.slot], numbers.slot
+        if count.max() <= 1:
+            sequence, last, of_sequence = np.arange(len(slots)), True, None
+            slot = np.where(count > 0, tables.segment_slots[slots, 0], tables.padding_segment_slot)
+        else:
+            has_segment = np.arange(count.max()) < count[:, None]
+            of_sequence = np.where(
+                has_segment, has_segment.ravel().cumsum().reshape(has_segment.shape) - 1, count.sum()
+            )
+            sequence, number = has_segment.nonzero()
+            slot, last = tables.segment_slots[slots[sequence], number], number == count[sequence] - 1
+        first, end = tables.first[slot], tables.end[slot]
+        budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
+        if isinstance(spec.budget, int):  # for the whole sequence
+            budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
+        budget = np.where(end > first, budget, 0)
+        sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
+        seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
+        return SegmentNumbers(
+            slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed
+        ), of_sequence
+
+    def end(self, plan: DecodePlan) -> None:
+        """Makes the new tokens part of their sequences, after the last layer."""
+        self.tables.length[plan.sequences.slot] += 1
+        if self.fetching is not None:
+            self.fetching.publish()
+
+
+FEWEST_PAGES = 8
+"""Minimum width of a page table."""
+
+
+def round_up(count: int) -> int:
+    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …: at most a quarter more than ``count``."""
+    step = max(1, 2 ** (count.bit_length() - 3))
+    return -(-count // step) * step
+
+
+def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
+    """Numbers of a row that pads a batch: a sequence whose ring has one page, and its segment, which is empty."""
+    slot = tables.padding_segment_slot
+    return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
+
+
+def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:
+    """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more."""
+    count, rows, most = plan.shape[:3]
+    batch = max(min(round_up(count), max_batch), count)
+    exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
+    sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
+    budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
+    sequence, segment = padding_numbers(tables)
+    of_sequence = plan.of_sequence
+    if of_sequence is None:
+        padded_rows, owner = batch, np.arange(count, batch)
+    else:
+        # Every sequence may have gained a segment before the shape changes again: rounded as batches are.
+        padded_rows, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
+        none = np.full((batch, columns), padded_rows)
+        none[:count, :most] = np.where(of_sequence < rows, of_sequence, padded_rows)
+        of_sequence = none
+    return replace(
+        plan,
+        sequences=SequenceNumbers(*_padded(plan.sequences, sequence, batch)),
+        segments=SegmentNumbers(*_padded(plan.segments, segment._replace(sequence=owner), padded_rows)),
+        of_sequence=of_sequence,
+        exact_pages=exact,
+        sealed_pages=sealed,
+        max_budget=budget,
+    )
+
+
+def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
+    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a padding page, int64 [6]."""
+    more = round_up(numbers.shape[1]) - numbers.shape[1]
+    return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
+
+
+def _padded(numbers: tuple[np.ndarray, ...], more: tuple[object, ...], count: int) -> list[np.ndarray]:
+    width = count - len(numbers[0])
+    return [np.concatenate((x, np.broadcast_to(np.asarray(y), (width,)))) for x, y in zip(numbers, more, strict=True)]

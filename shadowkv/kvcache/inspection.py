@@ -1,0 +1,88 @@
+"""What a cache stores and attends to, seen from outside: for evaluations, benchmarks and displays, in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.ops.attend_selected.reference import gather_selected
+
+
+def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
+    """Queries [B, H_q, d] of a decode step after RoPE."""
+    return cache.decode.apply_rope(q, batch)
+
+
+def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
+    """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
+    return cache.store.k[layer][pages].transpose(0, 1).flatten(1, 2)
+
+
+def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
+    """The same for values."""
+    return cache.store.v[layer][pages].transpose(0, 1).flatten(1, 2)
+
+
+def sealed_rows(cache: KVCache, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    """RoPE-rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads
+    them."""
+    if cache.layout.skips(layer):
+        return exact_keys(cache, layer, batch.pages[0]), exact_values(cache, layer, batch.pages[0])
+    shape = cache.shape.num_kv_heads, batch.pages.shape[1] * PAGE, cache.shape.head_dim
+    keys, values = torch.empty(2, *shape, dtype=cache.dtype, device=cache.device)
+    cache.ops.rebuild_rows(cache.parts.keys.source(cache.store, layer, batch), 0, keys, False)
+    values_source = cache.parts.values.source(cache.store, layer, batch)
+    cache.ops.rebuild_rows(values_source, 0, values, cache.spec.place == "host")
+    return keys, values
+
+
+def exact_elsewhere(cache: KVCache, layer: int, batch: SealedBatch) -> Tensor:
+    """Which chunks bool [R, H, P * C] of a batch's sealed pages are sink or outliers: attended to, not selected."""
+    return cache.store.excluded(layer, batch.pages, batch.first)
+
+
+def selected_scores(
+    cache: KVCache, layer: int, q: Tensor, batch: SealedBatch, selected: Selection, row: int
+) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens that a row of a selection hook's batch selected, and the scores by which each query head
+    attends to them.
+
+    Args:
+        q: [R, H_q, d], after RoPE.
+
+    Returns:
+        positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf there.
+    """
+    rows, chunk = slice(row, row + 1), cache.spec.chunk
+    of_row = replace(batch, sampling=None).part(rows)
+    chunks = selected.chunks[rows]
+    keys = gather_selected(cache.parts.keys.source(cache.store, layer, of_row), chunks)[0].float()  # [H, n, d]
+    within = torch.arange(chunk, device=chunks.device)
+    is_token = (chunks[0] >= 0).repeat_interleave(chunk, 1)
+    positions = (chunks[0].unsqueeze(-1) * chunk + within).flatten(1) + of_row.first
+    scores = q[row].float().unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    if selected.log_weight is not None:
+        scores = scores + selected.log_weight[row].repeat_interleave(chunk, 1).unsqueeze(1)
+    return positions.masked_fill(~is_token, -1), scores.masked_fill(~is_token.unsqueeze(1), float("-inf"))
+
+
+def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
+    """What the policy's parts report on how well a compressed sequence's states fit, by name, [layers] each,
+    float32; the part that declares a name says what it means.
+
+    The minimum over its segments, for the layers that are not skipped; empty where the sequence is dense.
+    """
+    names = cache.parts.diagnostics
+    if not (names and sequence.path and cache.layout.compressed):
+        return {}
+    cache.pool.await_layers(sequence)
+    states = [segment.state for segment in sequence.path]
+    return {name: cache.store.state[name][:, states, 0].amin(1) for name in names}

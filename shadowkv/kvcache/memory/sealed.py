@@ -1,0 +1,145 @@
+"""Sealed pages and fitted states, by name and layer: what parts may touch of a cache's memory, and which of the pages
+a batch's rows have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.apply_rope.tables import RotaryTables
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sampling import Sampling
+
+
+class ByLayer:
+    """Acts as a tensor [num_layers, ...] in which some layers may be missing, or stored elsewhere than others.
+
+    Args:
+        runs: for each run of layers that are alike, those layers and their tensor [layers, ...].
+    """
+
+    def __init__(self, runs: Iterable[tuple[range, Tensor]]) -> None:
+        self._runs = list(runs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._runs[0][1].dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first run's tensor."""
+        return self._runs[0][1].shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """What a tensor gives for a layer, for a slice of layers of one run, or for either with further indices; ``:``
+        requires a single run and stands for its layers."""
+        layers, *more = index if isinstance(index, tuple) else (index,)
+        if not isinstance(layers, slice):
+            first, tensor = self._run_of(int(layers))
+            where = int(layers) - first, *more
+        elif layers == slice(None):
+            ((_, tensor),) = self._runs
+            where = layers, *more
+        else:
+            first, tensor = self._run_of(layers.start)
+            assert layers.stop - first <= len(tensor), "layers of several runs"
+            where = slice(layers.start - first, layers.stop - first), *more
+        return tensor[where]
+
+    def _run_of(self, layer: int) -> tuple[int, Tensor]:
+        for run, tensor in self._runs:
+            if layer in run:
+                return run.start, tensor
+        raise IndexError(f"layer {layer} is none of {[run for run, _ in self._runs]}")
+
+
+class SealedStore:
+    """Tensors by name and layer, for the layers that the policy does not skip, and what else parts compute with.
+
+    Args:
+        head_dim: the size of the fixed rotations.
+        across_bus: the names of the fields of ``page`` that are in the host's memory.
+
+    Attributes:
+        ops: the cache's ops.
+        rotary: tables for the positions of its tokens.
+        compute: the device that it computes on.
+        page: per field [num_layers, names, *field.shape], sealed pages.
+        state: per field [num_layers, states, *field.shape], fitted states.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        rotary: RotaryTables,
+        compute: torch.device,
+        head_dim: int,
+        page: Mapping[str, Tensor | ByLayer],
+        state: Mapping[str, Tensor | ByLayer],
+        across_bus: Collection[str],
+    ) -> None:
+        self.ops, self.rotary, self.compute = ops, rotary, compute
+        self.page, self.state = page, state
+        self._head_dim, self._across_bus = head_dim, across_bus
+        self._rotations: dict[str, Tensor] = {}
+
+    def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
+        """The fixed rotation of that name, float32 [d, d], where the cache computes: created once, by ``matrix``."""
+        if name not in self._rotations:
+            self._rotations[name] = matrix(self._head_dim, name).to(self.compute)
+        return self._rotations[name]
+
+    def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
+        """Writes pages [L, n, *field.shape] of some layers."""
+        self.page[name][layers][:, pages] = rows
+
+    def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
+        """Writes [L, n, 64, H, x] into a field of shape [H, C, c, x]."""
+        self.ops.write_rows(tokens, self.page[name][layers], pages, name in self._across_bus)
+
+
+@dataclass(frozen=True)
+class SealedBatch:
+    """Sealed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
+
+    Attributes:
+        slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
+        states: int64 [R], their fitted states.
+        first: int64 [R], positions of their first tokens.
+        pages: int64 [R, P], names of their sealed pages; anything past a segment's end.
+        value_pages: int64 [R, P], names of the pages that hold ``values``.
+        num_pages: int64 [R], sealed pages of each; ragged.
+        num_chunks: int64 [R], their chunks.
+        budget: int64 [R], chunks to select by top-k per kv head.
+        max_budget: no row selects more, top-k and sampled.
+        sampling: chunks to sample in addition, by the seeds of requests and the positions of the new tokens: a
+            different sample in every step; None where the policy samples none.
+        overlapped: whether another micro-batch computes while values of these rows are fetched.
+        span: for a policy without an index, the tokens of each row that are attended to, those after the sink: the
+            first and the last + 1, int64 [R] each. None for other policies.
+    """
+
+    slots: Tensor
+    states: Tensor
+    first: Tensor
+    pages: Tensor
+    value_pages: Tensor
+    num_pages: Tensor
+    num_chunks: Tensor
+    budget: Tensor
+    max_budget: int
+    sampling: Sampling | None = None
+    overlapped: bool = False
+    span: tuple[Tensor, Tensor] | None = None
+
+    def part(self, rows: slice) -> SealedBatch:
+        """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
+        assert self.sampling is None and self.span is None
+        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})

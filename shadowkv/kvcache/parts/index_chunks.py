@@ -1,0 +1,74 @@
+"""Indexes that keep a summary of each chunk's RoPE-rotated keys: their mean, or their bounds.
+
+The mean is ShadowKV's landmark (arXiv:2410.21465, section 4.2). Bounds are the smallest and largest key, per dimension
+(Quest, arXiv:2406.10774, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class ChunkMean(ScoredIndex):
+    ops = (*ScoredIndex.ops, "chunk_mean_scores")
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        store.write("landmarks", tokens.layers, tokens.pages, self.means(tokens).to(self.dtype))
+
+    def means(self, tokens: SealedTokens) -> Tensor:
+        """float32 [L, n, H, C, d]."""
+        chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
+        return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
+
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
+        return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)
+
+
+class ChunkMeanFP8(ChunkMean):
+    """The means in eight bits, float8_e4m3fn, with a scale for the chunks of each page and head."""
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads = self.shape.num_kv_heads
+        return (
+            Field("landmarks", (heads, self.chunks, self.shape.head_dim), torch.float8_e4m3fn),
+            Field("landmark_scale", (heads,), torch.float32),
+        )
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        means = self.means(tokens)
+        scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
+        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # anything beyond becomes NaN
+        store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
+        store.write("landmark_scale", tokens.layers, tokens.pages, scale)
+
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
+        scale = store.page["landmark_scale"][layer]
+        return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)
+
+
+class MinMax(ScoredIndex):
+    ops = (*ScoredIndex.ops, "min_max_scores")
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
+        bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
+        store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
+
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        bounds, excluded = store.page["bounds"][layer], store.page[EXCLUDED][layer]
+        return store.ops.min_max_scores(q, bounds, excluded, batch.pages, batch.num_chunks)

@@ -1,0 +1,101 @@
+"""Indexes that store nothing of their own: all tokens, the newest ones, and the ones with the largest exact scores.
+
+``Recent``, with the sink, which is always exact, is StreamingLLM (arXiv:2309.17453). The paper renumbers the positions
+that are left; here every token keeps its own, as under every other index. ``Exact`` is the oracle: exact scores of
+every key, to separate what selection costs from what an index misses. Chunks score by all their tokens: by the
+log-sum-exp, the log of the chunk's softmax mass (``chunk_scores``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, RankedIndex, ScoredIndex, SealedTokens, Selection
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+
+
+class AttendAll(IndexPart):
+    reads_excluded = False
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        return
+
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        raise NotImplementedError("without an index nothing is selected: all tokens are attended to")
+
+
+class Recent(RankedIndex):
+    def page_fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        return
+
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+        rows, pages = batch.pages.shape
+        oldest = -float(pages * self.chunks)
+        ranks = torch.arange(oldest, 0, dtype=torch.float32, device=batch.pages.device)
+        return ranks.expand(rows, self.shape.num_kv_heads, -1)
+
+
+class Exact(ScoredIndex):
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        if spec.keys != "dense":
+            return [f"index='exact' scores the keys themselves: it needs keys='dense', not {spec.keys!r}"]
+        return super().unsupported(spec, shape)
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
+        return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        return
+
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        return chunk_scores(q, store.page["keys"][layer], store.page[EXCLUDED][layer], batch, q.shape[-1] ** -0.5)
+
+
+def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, scale: float) -> tuple[Tensor, Tensor]:
+    """log sum exp(scale q . k) over each chunk's tokens, in float32.
+
+    Args:
+        q: [B, H_q, w].
+        keys: [N, H, C, c, w], views over all pages.
+        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
+
+    Returns:
+        As ``chunk_mean_scores``.
+    """
+    heads, chunk = keys.shape[1], keys.shape[3]
+    queries = scale * q.float().unflatten(1, (heads, -1)).transpose(0, 1)
+    # Head by head, to bound what the keys take in float32.
+    scores = [queries[h] @ keys[:, h][batch.pages].flatten(1, 3).float().transpose(1, 2) for h in range(heads)]
+    logits = torch.stack(scores, dim=1)
+    if chunk > 1:
+        logits = logits.unflatten(-1, (-1, chunk)).logsumexp(-1)
+    return mask_logits(logits, excluded, batch.pages, batch.num_chunks)
+
+
+def projected_scores(
+    q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch
+) -> tuple[Tensor, Tensor]:
+    """The same for keys that are kept in a basis of their sequence and kv head.
+
+    Args:
+        q: [B, H_q, d].
+        basis: float32 [states, H, d, w].
+        keys: [N, H, C, c, w], in that basis.
+    """
+    projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.states]  # [B, H, G, w]
+    return chunk_scores(projected.flatten(1, 2), keys, excluded, batch, q.shape[-1] ** -0.5)

@@ -1,0 +1,227 @@
+"""Keys after RoPE, or values, row by row: as they are, or in the bytes of a codec (``shadowkv.kvcache.codecs``).
+
+A row is one token of one head. Values are on the device or the host.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.ops.apply_rope.reference import rope_by
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.quantise_rows import in_one_pass
+from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
+
+KEY_MEAN = "key_mean"
+"""State field with the mean key that centred keys are stored without."""
+
+CROSSING_AT_ONCE = 512
+"""Pages of codes on the way to the host that are on the device at a time: written to the host as they are made, they
+would cross the bus a byte at a time (27 ms per layer of 60K tokens on an H200, where dense values of five times the
+size take 2.8)."""
+
+
+CENTRED_AT_ONCE = 64
+"""Pages of one layer whose keys are centred at a time, in several float32 copies: 16 MiB each at 8 heads of 128
+dimensions."""
+
+
+class CodedPart(Part):
+    """What both axes share: a field of codes named after the axis, one of scales if any, and what the codec learns.
+
+    Attributes:
+        axis: ``keys`` or ``values``; the fixed rotation has its name.
+    """
+
+    axis: ClassVar[str]
+    ops = ("quantise_rows",)
+
+    @classmethod
+    def named(cls, spec: KVSpec) -> RowCodec:
+        """The codec that ``spec`` names, as the axis uses it."""
+        return ROW_CODECS[getattr(spec, cls.axis)].for_axis(cls.axis)
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        codec, dim, reasons = cls.named(spec), shape.head_dim, super().unsupported(spec, shape)
+        if cls.axis not in codec.axes:
+            meant = " and ".join(codec.axes)
+            return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: it is a format of {meant} alone"]
+        if codec.tile > 1 and (spec.selects or spec.keys in LATENT_CODECS):
+            return [
+                *reasons,
+                f"{cls.axis}={codec.name!r} is decoded by pages: it needs index='none' and keys that are not low-rank, "
+                f"not index={spec.index!r} and keys={spec.keys!r}",
+            ]
+        needed = codec.wanted(dim)
+        if needed:
+            reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {needed}, not {dim}")
+        return reasons
+
+    @property
+    def codec(self) -> RowCodec:
+        return self.named(self.spec)
+
+    @property
+    def codec_id(self) -> int:
+        return self.codec.id
+
+    def fitting_bytes(self, tokens: int) -> int:
+        return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
+
+    def sealing_bytes(self) -> int:
+        """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where no kernel makes them."""
+        copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
+        return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
+        codes = Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8)
+        scale = Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype)
+        return (codes, scale) if codec.scales(dim) else (codes,)
+
+    def learned_fields(self) -> tuple[Field, ...]:
+        """What the codec learns, in its order."""
+        heads, shapes = self.shape.num_kv_heads, self.codec.state_shapes(self.shape.head_dim)
+        return tuple(
+            Field(f"{self.axis[:-1]}_{name}", (1 if name in self.codec.shared else heads, *shape), torch.float32)
+            for name, shape in shapes.items()
+        )
+
+    def state_fields(self) -> tuple[Field, ...]:
+        return self.learned_fields()
+
+    def fit_rows(self, store: SealedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
+        """Learns from rows [L, n, S, H, d]."""
+        fitted = [self.codec.fit(one) for one in rows.flatten(0, 1)]
+        for field, learned in zip(self.learned_fields(), zip(*fitted, strict=True), strict=True):
+            store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
+
+    def seal_rows(
+        self, store: SealedStore, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool
+    ) -> None:
+        """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
+        codes, scale = self._stored(store, tokens.layers)
+        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
+        coded = rows, self.codec, self._rotation(store), state
+        if not across_bus:
+            store.ops.quantise_rows(*coded, codes, pages, scale, tokens.pages)
+            return
+        here = torch.arange(len(pages), device=pages.device)
+        near = torch.empty(len(codes), len(here), *codes.shape[2:], dtype=codes.dtype, device=here.device)
+        store.ops.quantise_rows(*coded, near, here, scale, tokens.pages)
+        store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
+
+    def coded_rows(self, store: SealedStore, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
+        """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
+        codes, scale = self._stored(store, layer)
+        state = tuple(store.state[field.name][layer] for field in self.learned_fields())
+        dim, rotation = self.shape.head_dim, self._rotation(store)
+        return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
+
+    def _stored(self, store: SealedStore, layers: slice | int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of all pages; the latter are empty where there are none."""
+        codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
+        return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
+
+    def _rotation(self, store: SealedStore) -> Tensor | None:
+        return store.rotation(self.axis, self.codec.rotation_matrix) if self.codec.rotated else None
+
+
+class CodedKeys(CodedPart, KeyPart):
+    axis = "keys"
+
+    @property
+    def fits_on_earlier(self) -> bool:
+        """For the mean key, which is then that of all tokens."""
+        return self.spec.centred
+
+    def state_fields(self) -> tuple[Field, ...]:
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
+
+    def fitting_bytes(self, tokens: int) -> int:
+        """Keys in float32, twice, while they are centred for the codec to learn from, and what learning takes."""
+        centred = 2 * 4 * tokens * self.shape.kv_dim if self.spec.centred and self.learned_fields() else 0
+        return centred + super().fitting_bytes(tokens)
+
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        rope_keys = tokens.rope_keys
+        if self.spec.centred:
+            store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
+            if self.learned_fields():  # else a float32 copy of all tokens would be made for nothing
+                rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
+        self.fit_rows(store, layers, states, rope_keys)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        if not self.spec.centred:
+            self.seal_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
+            return
+        for some in tokens.split(max(1, CENTRED_AT_ONCE // len(tokens.rope_keys))):
+            centred = self._centred(store, some.layers, some.states, some.rope_keys, some.first)
+            self.seal_rows(store, some, centred, some.pages, False)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
+        rows = self.coded_rows(store, layer, batch, batch.pages)
+        if not self.spec.centred:
+            return rows
+        mean = store.state[KEY_MEAN][layer]
+        # The states of the rows are those of the mean, too.
+        return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
+
+    def _centred(self, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:
+        """RoPE-rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
+        mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
+        positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
+        cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
+        return rope_keys.float() - rope_by(mean, cos, sin, store.rotary)
+
+
+class CodedValues(CodedPart, ValuePart):
+    axis = "values"
+
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        self.fit_rows(store, layers, states, tokens.values)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        host = self.spec.place == "host"
+        for portion in tokens.split(CROSSING_AT_ONCE if host else max(1, len(tokens.pages))):
+            self.seal_rows(store, portion, portion.values, portion.value_pages, host)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
+        return self.coded_rows(store, layer, batch, batch.value_pages)
+
+
+class DenseKeys(KeyPart):
+    def page_fields(self) -> tuple[Field, ...]:
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("keys", shape, self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        store.write_heads("keys", tokens.layers, tokens.pages, tokens.rope_keys)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["keys"][layer], batch.pages)
+
+
+class DenseValues(ValuePart):
+    def page_fields(self) -> tuple[Field, ...]:
+        # Chunk rows (c * d elements of one head) are the unit of transfer, so they are contiguous.
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("values", shape, self.dtype),)
+
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+        store.write_heads("values", tokens.layers, tokens.value_pages, tokens.values)
+
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["values"][layer], batch.value_pages)

@@ -1,0 +1,274 @@
+"""KVSpec: a cache policy as a value, keys x index x values x place, with a budget (design: one cache, four parts)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shadowkv.kvcache.policy.shape import ModelShape, share
+from shadowkv.ops.page import PAGE as PAGE
+
+DEFAULT_BUDGET = 1 / 64
+"""Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
+
+SINK = 8
+"""First tokens that always stay exact, in whole chunks: they attract attention whatever they are (arXiv:2309.17453)."""
+
+DEFAULT_BUDGET_FLOOR = 256
+"""Tokens selected at least, where the budget is the default."""
+
+LATE = 512
+"""Tokens by which an answer may exceed the length from which prompts are compressed, and stay dense: most end before.
+At a GPU's costs (``engine.crossover``), compressing 8K tokens pays for itself 1,500 tokens later, not at once."""
+
+FETCH_BUFFER = 2.0
+"""Chunks of values on the host that a buffer keeps, as a multiple of those that a step selects: most are selected
+again."""
+
+PREFILLS = ("dense", "sparse")
+"""Prefill attention over everything, or in long prompts over blocks of keys, drawn by what a few queries attend to."""
+
+PREFILL_ERROR = 0.1
+"""Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""
+
+ROTATED = "rotated"
+"""Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
+
+
+FORMER_NAMES = {"sampled": "drawn"}
+"""Former names of policy fields, as older files have them."""
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """How a sequence's keys and values are kept and found.
+
+    Attributes:
+        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
+            ``low-rank-int4``, ``low-rank-mixed``, or a codec of rows after RoPE, as for values.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
+            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes``, ``skewed`` or ``trig``.
+        values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
+            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
+            ``tq35``, ``tq25``, ``fp8``, of keys alone ``kvarn-4bit``, or of values alone ``kvarn-2bit`` and
+            ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
+        place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
+        budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
+            None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
+        mass: share of the softmax over sealed tokens, as the index estimates it, at which a step stops selecting:
+            per kv head the best chunks are taken until every query head has that much, and never more than the
+            budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
+        sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
+            scores, each standing for as many as its probability implies, so that thinly spread attention is not lost
+            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is sampled where the budget holds the
+            whole context.
+        chunk: tokens found and fetched together; divides 64.
+        outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
+        local: newest tokens that always stay exact.
+        rank: dimensions of the low-rank keys; None picks by model (``LowRankKeys.with_defaults``).
+        key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
+            dimensions are divided in proportion to heads, rounded up to a multiple of 32 (see ``key_ranks``).
+        dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
+            is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
+        prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
+        prefill_error: largest standard deviation of what a sampled query of a sparse prefill's tiles attends to, as a
+            share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
+        centred: whether coded keys are stored without the mean key of their prompt, subtracted before RoPE:
+            for the same error they need about one bit less. Its share of the logits is added when they are attended to.
+        skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
+            device, all of them attended to (TurboQuant in vLLM has 2).
+    """
+
+    keys: str = "dense"
+    index: str = "none"
+    values: str = "dense"
+    place: str = "device"
+    budget: float | int | None = None
+    mass: float | None = None
+    sampled: float = 0.0
+    chunk: int = 8
+    outliers: int = 0
+    local: int = 32
+    rank: int | None = None
+    key_groups: int = 1
+    dense_below: int | None = None
+    prefill: str | None = None
+    prefill_error: float = PREFILL_ERROR
+    centred: bool = False
+    skip_layers: int = 0
+
+    def contradictions(self, shape: ModelShape) -> list[str]:
+        """Why its numbers are invalid for models of ``shape``; its parts say themselves what they cannot do
+        (``parts.resolve``)."""
+        reasons = []
+        if self.prefill not in (None, *PREFILLS):
+            reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
+        if not 0 <= self.prefill_error < 1:
+            reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
+        if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:
+            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', a CPU's default")
+        if self.chunk < 1 or PAGE % self.chunk:
+            reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
+        if self.outliers < 0:
+            reasons.append(f"outliers={self.outliers} is negative")
+        if self.local < 1:
+            reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
+        if self.dense_below is not None and self.dense_below < 0:
+            reasons.append(f"dense_below={self.dense_below} tokens is negative")
+        if not 0 <= 2 * self.skip_layers <= shape.num_layers:
+            half = shape.num_layers // 2
+            reasons.append(
+                f"skip_layers={self.skip_layers} at either end is not between 0 and half of the layers, {half}"
+            )
+        if self.skip_layers and not self.seals:
+            reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
+        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+            reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
+        if isinstance(self.budget, int) and self.budget < 1:
+            reasons.append(f"budget={self.budget} tokens is less than 1")
+        if self.mass is not None and not 0 < self.mass < 1:
+            reasons.append(f"mass={self.mass} must be in (0, 1)")
+        if not 0 <= self.sampled < 1:
+            reasons.append(f"sampled={self.sampled} must be in [0, 1)")
+        if self.sampled and self.mass is not None:
+            reasons.append(f"sampled={self.sampled} is a share of a budget, and mass={self.mass} takes less than that")
+        if self.sampled and self.place == "host":
+            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
+        if not self.selects and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
+            reasons.append(
+                "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
+            )
+        return reasons
+
+    def key_ranks(self, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
+        """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. For a resolved spec."""
+        assert self.rank is not None, "the spec must be resolved"
+        heads = [share(shape.num_kv_heads, group, self.key_groups) for group in range(self.key_groups)]
+        if self.key_groups == 1:
+            return [(self.rank, heads[0])]
+        return [(self._group_rank(shape, last - first), (first, last)) for first, last in heads]
+
+    def of_heads(self, shape: ModelShape, heads: int) -> KVSpec:
+        """A resolved spec for ``heads`` of a model's kv heads, whose low-rank keys are a group of their own."""
+        return self if self.rank is None else replace(self, rank=self._group_rank(shape, heads), key_groups=1)
+
+    def _group_rank(self, shape: ModelShape, heads: int) -> int:
+        rank = -(-(self.rank or 0) * heads // shape.num_kv_heads)
+        return min(-(-rank // 32) * 32, heads * shape.head_dim)
+
+    @property
+    def seals(self) -> bool:
+        """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
+        return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
+
+    @property
+    def selects(self) -> bool:
+        """Whether an index selects the sealed tokens that a step attends to, or it attends to all of them."""
+        return self.index != "none"
+
+    @property
+    def sink_chunks(self) -> int:
+        """Chunks at the start that stay exact."""
+        return -(-SINK // self.chunk)
+
+    @property
+    def static_tokens(self) -> int:
+        """Tokens per kv head that stay exact permanently from prefill on: the sink and the outliers."""
+        return (self.sink_chunks + self.outliers) * self.chunk
+
+    @property
+    def exact_limit(self) -> int:
+        """Tokens of a tail that would be attended exactly anyway: a segment of fewer gains nothing."""
+        floor = DEFAULT_BUDGET_FLOOR if self.selects and self.budget is None else 0
+        return self.static_tokens + self.local + PAGE + floor
+
+    @property
+    def dense_limit(self) -> int:
+        """Longest sequence, in tokens, that is kept dense once its prompt is computed."""
+        return max(self.exact_limit, (self.dense_below or 0) - 1)
+
+    @property
+    def late_limit(self) -> int:
+        """Longest sequence, in tokens, that stays dense while an answer is generated."""
+        return self.dense_limit + (LATE if self.dense_limit > self.exact_limit else 0)
+
+    @property
+    def ring_pages(self) -> int:
+        """Exact pages of a compressed sequence's tail: it holds ``local`` to ``local + 64`` tokens."""
+        return math.ceil((self.local + PAGE) / PAGE)
+
+    @property
+    def static_pages(self) -> int:
+        """Exact pages that hold the sink and the outliers."""
+        return math.ceil(self.static_tokens / PAGE)
+
+    @property
+    def outlier_pages(self) -> int:
+        """Exact pages that hold the outliers of a later segment."""
+        return math.ceil(self.outliers * self.chunk / PAGE)
+
+    def sealed_pages(self, length: int) -> int:
+        """Pages of a compressed sequence of ``length`` tokens that are sealed."""
+        return max(0, length - self.local) // PAGE
+
+    def budget_chunks(self, context: np.ndarray) -> np.ndarray:
+        """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        return -(-self.budget_tokens(context) // self.chunk)
+
+    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k."""
+        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
+        scarce = budget * self.chunk < selectable
+        return np.where(scarce, budget - top_k, 0)
+
+    def budget_tokens(self, context: np.ndarray) -> np.ndarray:
+        """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        if not self.selects:
+            return context
+        if isinstance(self.budget, int):
+            return np.full_like(context, self.budget)
+        share = np.ceil((self.budget or DEFAULT_BUDGET) * context).astype(np.int64)
+        return share if self.budget else np.maximum(share, DEFAULT_BUDGET_FLOOR)
+
+    def attended_tokens(self, context: int) -> int:
+        """Tokens that a step attends to, at most, out of a context of ``context`` tokens, per kv head."""
+        if not self.seals or context <= self.dense_limit:
+            return context
+        tail = context - PAGE * self.sealed_pages(context)
+        return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
+
+    def in_words(self, shape: ModelShape) -> str:
+        """One line that names every part and number of a resolved policy."""
+        prefill = [f"{self.prefill} prefill"] if self.prefill else []
+        if self.prefill == "sparse":
+            prefill = [f"sparse prefill to within {self.prefill_error:.4g} of the attention"]
+        if not self.seals:
+            return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
+        keys = f"{self.keys} keys" + (f" (rank {self._rank_in_words(shape)})" if self.rank is not None else "")
+        keys += " without their mean" if self.centred else ""
+        values = f"{self.values} values on the {self.place}"
+        words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
+        if self.selects:
+            words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
+        words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
+        if self.skip_layers:
+            words.append(f"first and last {self.skip_layers} layers exact")
+        words += prefill
+        return ", ".join(words)
+
+    def _rank_in_words(self, shape: ModelShape) -> str:
+        return " + ".join(
+            f"{rank} of {(last - first) * shape.head_dim}" for rank, (first, last) in self.key_ranks(shape)
+        )
+
+    def _budget_in_words(self) -> str:
+        words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
+        if self.budget is None:
+            words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
+        if isinstance(self.budget, int):
+            words = f"budget {self.budget} tokens"
+        if self.sampled:
+            words += f" ({self.sampled:.0%} of it sampled)"
+        return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"

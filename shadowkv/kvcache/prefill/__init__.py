@@ -1,0 +1,1 @@
+"""Prompts: new tokens of sequences, layer by layer, attended to exactly or sparsely and then stored."""

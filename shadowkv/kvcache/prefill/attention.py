@@ -1,0 +1,211 @@
+"""Attention of new tokens over empty or cached sequences, exact or sparse, layer by layer, and storing behind it.
+
+A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once;
+those of short prompts several layers at a time.
+New tokens of a cached sequence attend to exact tokens, rebuilt keys and fetched values before them: to all of them,
+block by block with merged softmax, or sparsely.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.batch import NewTokens, PrefillBatch, PrefillBlock, Run
+from shadowkv.kvcache.prefill.sparse import SparsePrefill
+from shadowkv.kvcache.sealing.storing import Storing
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, Store
+from shadowkv.ops.attend_selected.sources import DenseRows
+
+
+class Prefill:
+    """The prefill half of the cache.
+
+    Attributes:
+        sparse: attention over blocks of keys, where the policy's prefill is sparse.
+    """
+
+    def __init__(self, store: Store, storing: Storing) -> None:
+        self.store, self.storing, self.ops = store, storing, store.ops
+        self.layout, self.spec = store.layout, store.layout.spec
+        # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
+        self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
+        sparse = self.spec.prefill == "sparse"
+        self.sparse = SparsePrefill(self.ops, store.compute, self.spec.prefill_error) if sparse else None
+
+    def batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:
+        """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
+        new, start = [], 0
+        for sequence, count in sequences:
+            new.append(NewTokens(sequence, start, start + count, sequence.length))
+            start += count
+        planner, layout, store = self.storing.planner, self.layout, self.store
+        return PrefillBatch(new, planner, store.compute, layout.shape, store.k.dtype, layout.runs)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
+        """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
+        batch, rows = block.batch, slice(block.start, block.stop)
+        index = batch.scratch_index(layer)
+        kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
+        self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
+
+    def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
+        """Attention [n, H_q, d] of a block of tokens, once every block of the layer has been appended; the
+        last block comes last.
+
+        Its attention runs while the layer is stored: by then all queries that an index learns from are
+        known.
+        """
+        batch = block.batch
+        q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
+        batch.keep_queries(layer, block, q)
+        if self.side is not None and block.stop == batch.num_tokens:
+            self._start_storing(layer, batch, self.side)
+        out = [
+            self._attend_runs(layer, q[runs[0].start - block.start : runs[-1].stop - block.start], batch, runs)
+            for runs in batch.attending_together(block, self._shared)
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
+        """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
+        been computed; their memory can be reused afterwards."""
+        layers = batch.stored_after(layer)
+        if layers is None:
+            return
+        if batch.storing != layer:
+            self._store(layers, batch, cached=False)
+        self._store(layers, batch, cached=True)
+        self.join()
+
+    def join(self) -> None:
+        """Makes subsequent launches wait for what is being stored."""
+        if self.side is not None:
+            torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
+
+    def end(self, batch: PrefillBatch) -> None:
+        """Makes the new tokens part of their sequences."""
+        for new in batch.new:
+            plan = batch.plan_of(new)
+            if plan.observed is not None:
+                new.sequence.observed = not plan.sealed
+            self.storing.commit(new.sequence, plan)
+
+    # -- storing ---------------------------------------------------------------------------------------------------
+
+    def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
+        """Stores the tokens of new sequences on another stream, if it is time: attention reads them from the batch.
+
+        Not those of others: what these have cached would be overwritten while their new tokens still read it.
+        """
+        layers = batch.stored_after(layer)
+        if layers is None:
+            return
+        batch.to_store(cached=False)  # on this stream, as others read it
+        side.wait_stream(torch.cuda.current_stream(self.store.compute))
+        with torch.cuda.stream(side):
+            self._store(layers, batch, cached=False)
+        batch.storing = layer
+
+    def _store(self, layers: slice, batch: PrefillBatch, cached: bool) -> None:
+        """Stores layers of the sequences that have something cached, or of the new ones."""
+        count, to_store = layers.stop - layers.start, batch.to_store(cached)
+        for group in to_store.observed:
+            self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
+        for rows, exact in to_store.exact:
+            self.store.write_tokens(layers, exact, batch.rope_keys[:count, rows], batch.values[:count, rows])
+        for rows, plan in to_store.sealed:
+            keys, rope_keys, values = (x[:count, rows] for x in (batch.keys, batch.rope_keys, batch.values))
+            self.storing.store_tokens(layers, [plan], [(keys, rope_keys, values)])
+
+    # -- attending -------------------------------------------------------------------------------------------------
+
+    def _shared(self, batch: PrefillBatch, run: Run) -> tuple[object, ...] | None:
+        """What neighbouring runs must have in common to attend together to what they have cached: the same pages, all
+        of them attended to densely. None for a run that attends by itself."""
+        new = run.alone
+        if new is None or not new.cached or self._sparse(new, run.stop) is not None:
+            return None
+        return tuple(segment.names for segment in batch.plan_of(new).cached) or None
+
+    def _attend_runs(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        if len(runs) > 1:
+            return self._attend_cached(layer, q, batch, runs)
+        (run,) = runs
+        new, rows = run.alone, slice(run.start, run.stop)
+        if new is None:
+            keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+            return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+        sparse = self._sparse(new, run.stop)
+        if new.cached and sparse is None:
+            return self._attend_cached(layer, q, batch, runs)
+        cached = batch.plan_of(new).cached if new.cached else ()
+        sealed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
+        k, v = self._behind_exact_tail(layer, batch, new, run.stop, sealed)
+        if sparse is None:
+            return self.ops.causal_attention(q, k, v)
+        self._rebuild(layer, cached, k[:sealed], v[:sealed])
+        return sparse.attend(layer, q, k, v, new.stop - run.stop)
+
+    def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
+        together to what is rebuilt for them once."""
+        cached = batch.plan_of(cast(NewTokens, runs[0].alone)).cached
+        own = []
+        for run in runs:
+            k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, run.alone), run.stop)
+            queries = q[run.start - runs[0].start : run.stop - runs[0].start]
+            if not cached:
+                return self.ops.causal_attention(queries, k, v)
+            own.append(self.ops.block_attention(queries, k.transpose(0, 1), v.transpose(0, 1), causal=True))
+        merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
+        for segment in cached:
+            for k, v in self.storing.rebuilt.spans(layer, segment):
+                part = self.ops.block_attention(q, k, v)
+                merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
+        return merged[0]
+
+    def _behind_exact_tail(
+        self, layer: int, batch: PrefillBatch, new: NewTokens, stop: int, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [room + n, H, d] of the exact tail of a sequence, followed by those of its new tokens, up to
+        the batch's row ``stop``; ``room`` rows before them, if it has cached any, are not written."""
+        keys, values = (x[batch.scratch_index(layer), new.start : stop] for x in (batch.rope_keys, batch.values))
+        if not new.cached:
+            return keys, values
+        if new.sequence.pending_layers is not None:
+            new.sequence.pending_layers.wait(layer)
+        tail = batch.plan_of(new).tail
+        k, v = (
+            self._behind_tail(pages[layer], tail, rows, room)
+            for pages, rows in ((self.store.k, keys), (self.store.v, values))
+        )
+        return k, v
+
+    def _sparse(self, new: NewTokens, stop: int) -> SparsePrefill | None:
+        """What a block of a sequence's queries, up to the batch's row ``stop``, attends with; None for everything."""
+        count, seen = new.stop - new.start, new.cached + stop - new.start
+        return self.sparse if self.sparse is not None and self.sparse.pays(count, seen) else None
+
+    def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
+        """Writes everything that segments have sealed to keys and values [n, H, d]."""
+        start = 0
+        for segment in cached:
+            for keys, values in self.storing.rebuilt.spans(layer, segment):
+                stop = start + keys.shape[1]
+                k[start:stop], v[start:stop] = keys.transpose(0, 1), values.transpose(0, 1)
+                start = stop
+
+    def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
+        """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d], behind ``room`` rows for others."""
+        names = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
+        whole_pages, count = names.shape[1] * PAGE, len(tail.pages)
+        joined = new.new_empty(room + whole_pages + len(new), *new.shape[1:])
+        exact = joined[room:]
+        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, exact[:whole_pages].transpose(0, 1), False)
+        exact[count : count + len(new)] = new
+        return joined[: room + count + len(new)]

@@ -1,0 +1,275 @@
+"""What a prefill tells the cache: which new tokens of which sequences, packed, and what is stored of them when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.streams import Numbers, upload
+from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import ExactRows
+
+
+def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
+    """Layers whose ``tokens``, and queries of ``observed`` tokens, are stored together."""
+    of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
+    return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
+
+    sequence: CachedSequence
+    start: int
+    stop: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """Sequences of a batch for which equally many last queries are kept: the parts learn from them together.
+
+    Attributes:
+        states: int64 [n], the states that learn.
+        rows: int64 [n, w], rows of the batch's ``queries``.
+        first: int64 [n], the token within its segment that each one's first query belongs to.
+    """
+
+    states: Tensor
+    rows: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class ToStore:
+    """What is stored of the new tokens of some sequences, the same in every layer.
+
+    Attributes:
+        observed: what is learned first.
+        exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
+        sealed: the others, each sequence's rows and their plan.
+    """
+
+    observed: list[LastQueries]
+    exact: list[tuple[slice, ExactRows]]
+    sealed: list[tuple[slice, StoragePlan]]
+
+
+class PrefillBatch:
+    """New tokens of one or a few sequences, packed, and their keys and values in the layers that are stored together.
+
+    Attributes:
+        new: tokens of each sequence, in order.
+        positions: int64 [T].
+        starts: int32 [S + 1], where each sequence's tokens begin.
+        layers_at_once: g, how many layers are stored together.
+        keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
+        queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
+        last: int64 [Q], the rows of the batch that those belong to.
+        runs: layers that are alike: only those are stored together.
+        storing: the layer during whose last attention new sequences are being stored, or were last.
+    """
+
+    def __init__(
+        self,
+        new: list[NewTokens],
+        planner: StoragePlanner,
+        device: torch.device,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        runs: Sequence[range],
+    ) -> None:
+        self.new, self.runs, self._planner = new, runs, planner
+        self.num_tokens = new[-1].stop
+        positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
+        self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
+        starts = np.array([0, *(s.stop for s in new)])
+        numbers = upload(torch.from_numpy(np.concatenate((positions, self._last, starts))), device)
+        self.positions, self.last, starts_on_device = numbers.split([len(positions), len(self._last), len(starts)])
+        self.starts = starts_on_device.int()
+        observed = len(self._last)
+        cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
+        self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
+        self.keys, self.rope_keys, self.values = (
+            torch.empty(
+                self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
+            )
+            for _ in range(3)
+        )
+        # Zeros: random keys may be stored without having been attended to.
+        size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
+        self.queries = torch.zeros(size, dtype=dtype, device=device)
+        self.storing: int | None = None
+        self._plans: dict[int, StoragePlan] = {}
+        self._to_store: dict[bool, ToStore] = {}
+        self._together: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
+
+    def of(self, sequences: list[CachedSequence], planner: StoragePlanner) -> PrefillBatch:
+        """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
+        other = copy(self)
+        other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
+        other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
+        return other
+
+    def plan_of(self, new: NewTokens) -> StoragePlan:
+        """How the new tokens of a sequence are stored; those of all sequences are planned on the first call."""
+        if not self._plans:
+            plans = self._planner.plan([(each.sequence, each.stop - each.start) for each in self.new])
+            self._plans = {each.start: plan for each, plan in zip(self.new, plans, strict=True)}
+        return self._plans[new.start]
+
+    def to_store(self, cached: bool) -> ToStore:
+        """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
+        if cached not in self._to_store:
+            planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
+            sealed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.sealed]
+            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), sealed)
+        return self._to_store[cached]
+
+    def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
+        """Which of the sequences learn from their last queries; those that keep equally many queries are grouped."""
+        alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
+        for new, plan in planned:
+            if plan.observed is not None:
+                rows = self._last_of(new)
+                first = plan.length - len(rows) - plan.before
+                alike.setdefault(len(rows), []).append((plan.observed, rows, first))
+        groups = []
+        for count, same in alike.items():
+            states, rows_of_each, first_of_each = zip(*same, strict=True)
+            numbers = Numbers()
+            numbers.add(np.stack((*rows_of_each,)))
+            numbers.add(first_of_each)
+            kept, positions = numbers.on(self.positions.device).split([count * len(same), len(same)])
+            groups.append(LastQueries(torch.cat(states), kept.view(-1, count), positions))
+        return groups
+
+    def attending_together(
+        self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
+    ) -> list[tuple[Run, ...]]:
+        """Runs of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
+        if (block.start, block.stop) not in self._together:
+            groups: list[tuple[Run, ...]] = []
+            last: tuple[object, ...] | None = None
+            for run in block.runs:
+                this = shared(self, run)
+                if this is not None and this == last:
+                    groups[-1] += (run,)
+                else:
+                    groups.append((run,))
+                last = this
+            self._together[block.start, block.stop] = groups
+        return self._together[block.start, block.stop]
+
+    def stored_after(self, layer: int) -> slice | None:
+        """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
+        index = self.scratch_index(layer)
+        if index + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
+            return None
+        return slice(layer - index, layer + 1)
+
+    def scratch_index(self, layer: int) -> int:
+        """Which of the layers in scratch ``layer`` is."""
+        return (layer - self._run(layer).start) % self.layers_at_once
+
+    def _run(self, layer: int) -> range:
+        return next(run for run in self.runs if layer in run)
+
+    def _last_of(self, new: NewTokens) -> np.ndarray:
+        """Rows of ``queries`` that belong to a sequence."""
+        return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
+
+    def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
+        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
+        if len(block.last):
+            self.queries[self.scratch_index(layer), block.kept] = q[block.last]
+
+    def block(self, start: int, stop: int) -> PrefillBlock:
+        """Tokens ``start`` to ``stop`` of the batch."""
+        kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
+        runs = tuple(self._runs(start, stop))
+        return PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
+
+    def newest(self) -> list[PrefillBlock]:
+        """The last tokens of each sequence, whose queries are kept."""
+        return [self.block(max(new.start, new.stop - OBSERVED), new.stop) for new in self.new]
+
+    def _runs(self, start: int, stop: int) -> Iterator[Run]:
+        def packed(numbered: tuple[int, NewTokens]) -> bool:
+            new = numbered[1]
+            return not new.cached and start <= new.start and new.stop <= stop
+
+        here = [(i, new) for i, new in enumerate(self.new) if new.start < stop and start < new.stop]
+        for together, group in groupby(here, packed):
+            numbers, tokens = zip(*group, strict=True)
+            if together and len(tokens) > 1:
+                starts = self.starts[numbers[0] : numbers[-1] + 2] - tokens[0].start
+                longest = max(new.stop - new.start for new in tokens)
+                yield Run(tokens[0].start, tokens[-1].stop, None, starts, longest)
+                continue
+            for new in tokens:
+                yield Run(max(start, new.start), min(stop, new.stop), new)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
+
+    Attributes:
+        alone: the only sequence that they belong to; None where they are whole new ones.
+        cu_seqlens: int32 [S + 1], where each of those begins among them.
+        longest: tokens of the longest of those.
+    """
+
+    start: int
+    stop: int
+    alone: NewTokens | None
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillBlock:
+    """A run of a prefill's tokens: the prefill can be paused between blocks.
+
+    Attributes:
+        runs: its tokens, by what attends together.
+        kept: rows of the batch's ``queries`` that belong to its tokens.
+        last: int64, which of its tokens those are.
+    """
+
+    batch: PrefillBatch
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    kept: slice
+    last: Tensor
+
+
+def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
+    """Rows of sequences that stay exact, and where they go; adjacent ones are joined."""
+    start, stop, together = 0, 0, list[ExactRows]()
+
+    def joined() -> tuple[slice, ExactRows]:
+        pages, offsets = (torch.cat([getattr(rows, name) for rows in together]) for name in ("pages", "offsets"))
+        return slice(start, stop), ExactRows(pages, offsets)
+
+    for new, plan in planned:
+        if together and (plan.sealed or new.start != stop):
+            yield joined()
+            together = []
+        if not plan.sealed:
+            start, stop = start if together else new.start, new.stop
+            together.append(plan.exact)
+    if together:
+        yield joined()

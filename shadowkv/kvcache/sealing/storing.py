@@ -1,0 +1,179 @@
+"""Storing: exact tokens and new ones are written as planned, sealed on states that are fitted first where they are new.
+
+Prefill stores a prompt's tokens with it, decode the tails that have outgrown their sequence's last state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE, FittedTokens, SealedTokens
+from shadowkv.kvcache.policy.growth import fitted_with_earlier
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sealing.pages import Sealing
+from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
+from shadowkv.kvcache.sealing.rebuilt import RebuiltTokens
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.sequences.store import Store
+
+
+class Storing:
+    """Stores tokens of a pool's sequences.
+
+    Attributes:
+        planner: says where they go.
+        rebuilt: what is sealed already, as plain keys and values.
+    """
+
+    def __init__(self, store: Store, pool: SequencePool, sealing: Sealing) -> None:
+        self.store, self.pool, self.sealing = store, pool, sealing
+        self.layout, self.parts, self.ops = store.layout, store.layout.parts, store.ops
+        self.spec, self.shape = store.layout.spec, store.layout.shape
+        self.planner, self.rebuilt = StoragePlanner(pool), RebuiltTokens(store)
+
+    def observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+        """Lets the parts learn from the last queries [L, n, w, H_q, d] of new tokens (``Part.observe``)."""
+        if self.layout.skips(layers.start):
+            return
+        for part in self.parts:
+            part.observe(self.store, layers, states, queries, first)
+
+    def store_tokens(
+        self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> None:
+        """Stores, in some layers, tokens of sequences that are sealed alike, equally many of each: those that were
+        exact and the new ones, as keys, RoPE-rotated keys and values [L, n, H, d]."""
+        count = plans[0].sealed
+        joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
+        keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
+        if self.layout.skips(layers.start):
+            pages = torch.cat([plan.pages for plan in plans])
+            self.store.write_exact(layers, pages, _in_pages(rope_keys, count), _in_pages(values, count))
+        else:
+            self._seal(layers, plans, keys, rope_keys, values)
+        for i, plan in enumerate(plans):
+            self.store.write_tokens(layers, plan.exact, rope_keys[:, i, count:], values[:, i, count:])
+
+    def commit(self, sequence: CachedSequence, plan: StoragePlan) -> None:
+        """Makes the new tokens part of their sequence, once all layers have stored them."""
+        self.pool.await_layers(sequence)
+        self.pool.tables.length[sequence.slot] = plan.length
+        if plan.sealed:
+            self.pool.seal(sequence, plan.before + plan.sealed)
+
+    def seal_tails(self, sequences: list[CachedSequence]) -> None:
+        """Turns the tails of sequences that have outgrown their last states, if they have one, into segments with
+        states of their own: those that are alike together."""
+        alike: dict[tuple[int, ...], list[tuple[CachedSequence, StoragePlan]]] = {}
+        plans = self.planner.plan([(sequence, 0) for sequence in sequences])
+        for sequence, plan in zip(sequences, plans, strict=True):
+            key = len(plan.tail.pages), plan.sealed, plan.fits, plan.before
+            alike.setdefault(key, []).append((sequence, plan))
+        for (tail, *_), same in alike.items():
+            together = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // tail))
+            for start in range(0, len(same), together):
+                self._seal_tails(same[start : start + together], tail)
+
+    def _seal_tails(self, tails: list[tuple[CachedSequence, StoragePlan]], length: int) -> None:
+        shape = self.shape
+        step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
+        for layers in self.layout.alike(step):
+            count = layers.stop - layers.start
+            none = self.store.k[layers].new_empty(count, 0, shape.num_kv_heads, shape.head_dim)
+            learning = [
+                plan.observed for sequence, plan in tails if plan.observed is not None and not sequence.observed
+            ]
+            if learning:  # their queries are gone
+                gone = none.new_empty(count, len(learning), 0, shape.num_query_heads, shape.head_dim)
+                states = torch.cat(learning)
+                self.observe(layers, states, gone, torch.zeros_like(states))
+            self.store_tokens(layers, [plan for _, plan in tails], [(none, none, none)] * len(tails))
+        for sequence, plan in tails:
+            sequence.observed = False
+            self.commit(sequence, plan)
+
+    def _seal(self, layers: slice, plans: list[StoragePlan], keys: Tensor, rope_keys: Tensor, values: Tensor) -> None:
+        """Seals the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
+        first = plans[0]  # the others are sealed alike
+        states, count, excluded = torch.cat([plan.state for plan in plans]), first.sealed, None
+        if first.fits:
+            seen = keys
+            few = fitted_with_earlier(first.before, first.before + keys.shape[2])
+            if few and self.parts.keys.fits_on_earlier:
+                earlier = [self._earlier(layers, plan) for plan in plans]
+                seen = torch.cat((_stacked(earlier), keys), dim=2)
+            starts = torch.cat([plan.page_starts[:1] for plan in plans])
+            for part in self.parts:
+                part.fit(self.store, layers, states, FittedTokens(seen, rope_keys, values, starts))
+            excluded = torch.cat(
+                [
+                    self._write_static(layers, plan, rope_keys[:, i, :count], values[:, i, :count])
+                    for i, plan in enumerate(plans)
+                ],
+                dim=1,
+            )
+        if len(plans) > 1:
+            states = states.repeat_interleave(count // PAGE)
+        tokens = (_in_pages(x, count) for x in (keys, rope_keys, values))
+        names = ("page_starts", "pages", "value_pages")
+        where = (torch.cat([getattr(plan, name) for plan in plans]) for name in names)
+        self.sealing.write(SealedTokens(layers, states, *where, *tokens), excluded)
+
+    def _behind_exact(
+        self, layers: slice, plan: StoragePlan, keys: Tensor, rope_keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The exact tail of a sequence followed by its new tokens [L, n, H, d]."""
+        count = len(plan.tail.pages)
+        if not count:
+            return keys, rope_keys, values
+        tail, tail_values = self.store.read_exact(layers, plan.tail)
+        positions = torch.arange(plan.before, plan.before + count, device=tail.device).expand(len(tail), -1)
+        before = self.ops.apply_rope(tail, positions, self.store.rotary, inverse=True)
+        pairs = ((before, keys), (tail, rope_keys), (tail_values, values))
+        first, second, third = (torch.cat(pair, dim=1) for pair in pairs)
+        return first, second, third
+
+    def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
+        """Keys before RoPE [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
+        for a subspace of their own share one with those."""
+        rebuilt = []
+        for layer in range(layers.start, layers.stop):
+            for segment in plan.cached:
+                start = int(segment.row.first)
+                for block, _ in self.rebuilt.spans(layer, segment):
+                    positions = torch.arange(start, start + block.shape[1], device=block.device)
+                    rows = block.transpose(0, 1).contiguous()
+                    rebuilt.append(self.ops.apply_rope(rows, positions, self.store.rotary, inverse=True))
+                    start += block.shape[1]
+        return torch.cat(rebuilt).unflatten(0, (layers.stop - layers.start, -1))
+
+    def _write_static(self, layers: slice, plan: StoragePlan, rope_keys: Tensor, values: Tensor) -> Tensor:
+        """Makes the sink, if it is here, and the outliers of tokens [L, n, H, d] exact; returns their bits, bool
+        [L, pages, H, C]."""
+        chunk, heads, spec = self.spec.chunk, self.shape.num_kv_heads, self.spec
+        count, device = 0 if plan.before else spec.sink_chunks, rope_keys.device
+        sink = torch.arange(count, device=device).expand(len(rope_keys), heads, -1)
+        outliers = torch.stack(
+            [self.ops.find_outliers(of_layer, chunk, spec.outliers, count) for of_layer in rope_keys]
+        )
+        chosen = torch.cat((sink, outliers), dim=2)  # [L, H, chunks]
+        tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=device)).flatten(2)
+        rows = tokens.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, rope_keys.shape[-1])
+        self.store.write_tokens(layers, plan.static, rope_keys.gather(1, rows), values.gather(1, rows))
+        bits = torch.zeros(len(rope_keys), heads, rope_keys.shape[1] // chunk, dtype=torch.bool, device=device)
+        bits.scatter_(2, chosen, True)
+        return bits.unflatten(2, (-1, PAGE // chunk)).transpose(1, 2)
+
+
+def _stacked(tokens: Sequence[Tensor]) -> Tensor:
+    """[L, n, S, H, d] from n tensors [L, S, H, d], not copied where there is only one."""
+    return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
+
+
+def _in_pages(tokens: Tensor, count: int) -> Tensor:
+    """The first ``count`` of tokens [L, n, S, H, d] as pages [L, n * count / 64, 64, H, d]."""
+    return tokens[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2)

@@ -1,0 +1,346 @@
+"""Sequence lifetimes: who holds which blocks, slots and states, from admission to release.
+
+A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
+runs out of memory halfway. It may share what is sealed with other sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.layout import PageCount
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
+from shadowkv.kvcache.sequences.store import Store
+
+
+class SequencePool:
+    """Numbers, slots, states and pages of all sequences.
+
+    Args:
+        store: the memory.
+        slots: sequences held at once.
+        max_model_len: longest sequence, in tokens.
+
+    Attributes:
+        tables: what kernels read about them.
+        pools: pools of blocks, by name: the tiers, ``segment_slots`` and ``sequences``.
+    """
+
+    def __init__(self, store: Store, slots: int, max_model_len: int) -> None:
+        self.store, self.layout, self.max_model_len = store, store.layout, max_model_len
+        fixed, longest = self.layout.fixed_blocks(slots), self.layout.most_pages(max_model_len)
+        self.pools: dict[str, BlockPool] = {
+            **store.tiers,
+            **{name: BlockPool(name, fixed[name]) for name in ("segment_slots", "sequences")},
+        }
+        per_block = self.layout.exact_per_block
+        spec, later = self.layout.spec, MOST_SEGMENTS - 1 if self.layout.growth.learns else 0
+        exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
+        spare_state = store.tiers["states"].spare
+        self.tables = Tables(slots, fixed["segment_slots"], exact, max(1, longest.sealed), spare_state, store.compute)
+        self.tables.exact[self.tables.padding_slot, 0] = store.tiers["device"].spare
+        self.tables.pages[self.tables.padding_segment_slot, 0] = store.tiers["device"].spare
+        values = store.tiers["host" if self.layout.host_fields else "device"]
+        self.tables.value_pages[self.tables.padding_segment_slot, 0] = values.spare
+
+    @property
+    def total(self) -> Blocks:
+        """All blocks, by kind."""
+        return Blocks({name: pool.num_blocks for name, pool in self.pools.items()})
+
+    @property
+    def free(self) -> Blocks:
+        """Blocks that no sequence holds, by kind."""
+        return Blocks({name: pool.free_blocks for name, pool in self.pools.items()})
+
+    def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
+        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        return self.layout.blocks(self._lacking(sequence, start, capacity))
+
+    def demand(self, outline: Outline, start: int, capacity: int) -> Blocks:
+        """Blocks that ``restore`` takes."""
+        shared = sum(span.first < outline.shared for span in outline.spans)
+        return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
+
+    def allocate(self, start: int, capacity: int) -> CachedSequence:
+        """A new, empty sequence; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        return self.restore(Outline(), start, capacity)
+
+    def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
+        """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
+
+        Nothing is copied but page numbers. Raises OutOfBlocks, with nothing taken, if anything is lacking, and
+        ValueError where the parent cannot be forked there (see ``fork_point``).
+        """
+        return self.restore(self.forked(parent, length), start, capacity, parent)
+
+    def forked(self, parent: CachedSequence, length: int) -> Outline:
+        """What a fork of ``parent`` begins with; raises ValueError where it cannot be forked there."""
+        if not length or self.fork_point(parent, length) != length:
+            raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
+        return Outline.fork(parent, length)
+
+    def fork_point(self, sequence: CachedSequence, length: int) -> int:
+        """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
+
+        Exact copies of outliers belong to all pages that a segment was fitted with, so those pages stay together.
+        """
+        if not sequence.path:
+            return min(length, sequence.length) // PAGE * PAGE
+        point = min(length, sequence.sealed) // PAGE * PAGE
+        if self.layout.spec.outliers:
+            ends = (min(point, segment.sealed) for segment in sequence.path if segment.fitted <= point)
+            return max(ends, default=0)
+        return point
+
+    def restore(
+        self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
+    ) -> CachedSequence:
+        """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; the caller writes
+        the contents of its pages, except for those that it shares with ``parent``.
+
+        Raises OutOfBlocks, with nothing taken, if anything is lacking, and ValueError where it would be too long.
+        """
+        if not outline.length <= start <= capacity <= self.max_model_len:
+            length, limit = outline.length, self.max_model_len
+            raise ValueError(f"{length=} <= {start=} <= {capacity=} <= max_model_len={limit} does not hold")
+        new, need = self._pages_of(outline, start, capacity), self.demand(outline, start, capacity)
+        exact = new.ring + sum(-(-span.static_tokens // PAGE) for span in outline.spans)
+        widths = self.tables.exact.shape[1], self.tables.pages.shape[1]
+        if exact > widths[0] or outline.sealed > PAGE * widths[1]:
+            raise ValueError(
+                f"{outline.sealed} sealed tokens and {exact} pages of exact ones are more than the "
+                f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
+            )
+        if not need.within(self.free):
+            raise OutOfBlocks(f"the sequence needs {need}, free are {self.free}")
+        (slot,) = self.pools["sequences"].allocate(1)
+        sequence = CachedSequence(self.tables, slot, capacity)
+        if parent is not None:
+            self._share(parent, sequence, outline.shared)
+        self._take(sequence, new)
+        for number, span in enumerate(outline.spans):
+            if number == len(sequence.path):
+                self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
+            segment = sequence.path[number]
+            segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
+            self._name_sealed(sequence, span.num_pages - len(segment.pages))
+        self.tables.length[slot] = outline.length
+        self._write(sequence)
+        return sequence
+
+    def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
+        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        if not start <= capacity <= self.max_model_len:
+            raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
+        if sequence.path and max(sequence.readings, default=0) > sequence.sealed:
+            raise ValueError("the sequence cannot be extended while its exact tail is read")
+        self._take(sequence, self._lacking(sequence, start, capacity))
+        sequence.capacity = capacity
+        self._write(sequence)
+
+    def await_layers(self, sequence: CachedSequence) -> None:
+        """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
+        if sequence.pending_layers is not None:
+            sequence.pending_layers.wait(self.layout.shape.num_layers - 1)
+            sequence.pending_layers = None
+
+    def begin_segment(self, sequence: CachedSequence, end: int) -> None:
+        """Appends a segment after what is sealed, with a state to be fitted on tokens up to ``end``.
+
+        All that it takes is held from the start, whatever else is held: a sequence's answer depends on itself alone.
+        """
+        spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
+        tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
+        self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
+
+    def _begin(self, sequence: CachedSequence, first: int, end: int, reach: int, static_tokens: int) -> None:
+        static = -(-static_tokens // PAGE)
+        segment = Segment(
+            slot=sequence.slot_reserve.pop(0),
+            state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
+            first=first,
+            end=end,
+            reach=reach,
+            static=sequence.static_reserve[:static],
+            static_tokens=static_tokens,
+        )
+        del sequence.static_reserve[:static]
+        sequence.path.append(segment)
+        if self.store.buffer is not None:
+            self.store.buffer.reset(segment.slot)  # once: its sealed chunks never change
+
+    def seal(self, sequence: CachedSequence, sealed: int) -> None:
+        """Records that tokens up to position ``sealed`` are in the last segment's pages, the first of the reserve."""
+        last = sequence.path[-1]
+        new = not last.pages
+        self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
+        if not new:
+            self.tables.sealed[sequence.slot] = self.tables.end[last.slot] = sealed
+            return
+        last.fitted = sealed
+        self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
+        sequence.dense = []
+        self._write(sequence)
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forgets the newest tokens; those that are ``fixed`` cannot be forgotten (ValueError)."""
+        if not sequence.fixed <= length <= sequence.length:
+            raise ValueError(
+                f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
+                "sealed or shared"
+            )
+        self.tables.length[sequence.slot] = length
+
+    def trim(self, sequence: CachedSequence) -> None:
+        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
+        self.await_layers(sequence)
+        sequence.capacity, sequence.observed = (length := sequence.length), False
+        unused = slice(-(-length // PAGE), None)
+        spare, sequence.dense[unused] = sequence.dense[unused], []
+        exact = sequence.static_reserve
+        if not sequence.path:
+            exact, sequence.ring = exact + sequence.ring, []
+        more, sequence.sealed_reserve, sequence.static_reserve = self._drop(
+            sequence, spare, sequence.sealed_reserve, exact
+        )
+        sequence.dense += more
+        for kind, reserve in (
+            ("segment_slots", sequence.slot_reserve),
+            ("states", sequence.state_reserve),
+            ("host", sequence.host_reserve),
+        ):
+            self.pools[kind].release(reserve)
+            reserve.clear()
+        self._write(sequence)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Gives back everything; the sequence must not be used again."""
+        if sequence.pending_layers is not None:
+            sequence.pending_layers.end()
+        self.pools["device"].release(self.pools["device"].blocks_of(sequence.device_pages()))
+        for kind, held in self._counted(sequence):
+            self.pools[kind].release(held)
+        self.tables.clear(sequence.slot)
+        self.pools["sequences"].release([sequence.slot])
+
+    def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
+        """Blocks that would be free if ``sequences`` were released: those that only they hold."""
+        names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
+        for sequence in sequences:
+            names["sequences"].update([sequence.slot])
+            names["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
+            for kind, held in self._counted(sequence):
+                names[kind].update(held)
+        return Blocks(
+            {
+                kind: sum(count == self.pools[kind].references(name) for name, count in counts.items())
+                for kind, counts in names.items()
+            }
+        )
+
+    def _counted(self, sequence: CachedSequence) -> list[tuple[str, list[int]]]:
+        """Everything a sequence holds that is not divided into pages."""
+        path, host = sequence.path, self.layout.host_fields
+        return [
+            ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
+            ("states", sequence.state_reserve + [segment.state for segment in path if segment.state is not None]),
+            ("host", sequence.host_reserve + [name for one in path if host for name in one.value_pages]),
+        ]
+
+    def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
+        """Gives back the blocks that hold only pages of ``reserves``; returns what is left of the reserves."""
+        device = self.pools["device"]
+        kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
+        dropped = [block for block in device.blocks_of(name for part in reserves for name in part) if block not in kept]
+        device.release(dropped)
+        return [[name for name in part if device.block_of(name) in kept] for part in reserves]
+
+    def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
+        """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
+        child.pending_layers = parent.pending_layers
+        segments = [segment for segment in parent.path if segment.first < length]
+        slots = self.pools["segment_slots"].allocate(len(segments))
+        child.path = [segment.prefix(slot, length) for segment, slot in zip(segments, slots)]
+        child.dense = parent.dense[: length // PAGE] if not segments else []
+        parent.shared, child.shared = max(parent.shared, length), length
+        self.tables.length[child.slot] = length
+        self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
+        for kind, shared in self._counted(child):
+            if kind != "segment_slots":
+                self.pools[kind].retain(shared)
+        if self.store.buffer is not None:
+            for slot in slots:
+                self.store.buffer.reset(slot)
+
+    def _name_sealed(self, sequence: CachedSequence, count: int) -> None:
+        """Moves the first pages of the reserve to the last segment."""
+        last = sequence.path[-1]
+        last.pages += sequence.sealed_reserve[:count]
+        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
+        del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
+
+    def _take(self, sequence: CachedSequence, new: PageCount) -> None:
+        """Adds what ``new`` counts to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        count = self.layout.blocks(new)
+        if not count.within(self.free):
+            raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
+        device, per_block = self.pools["device"], self.layout.exact_per_block
+        sequence.dense += self.store.exact_names(device.allocate(-(-new.dense // per_block)))
+        exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
+        self._widen_ring(sequence, exact[: new.ring])
+        sequence.static_reserve += exact[new.ring :]
+        sealed = -(-new.sealed // self.layout.sealed_per_block) if new.sealed else 0
+        sequence.sealed_reserve += self.store.sealed_names(device.allocate(sealed))
+        sequence.host_reserve += self.pools["host"].allocate(count["host"])
+        sequence.slot_reserve += self.pools["segment_slots"].allocate(count["segment_slots"])
+        sequence.state_reserve += self.pools["states"].allocate(count["states"])
+
+    def _lacking(self, sequence: CachedSequence, start: int, capacity: int) -> PageCount:
+        at = sequence.standing
+        return self.layout.pages(self._prompted(at, sequence.length, start), capacity, at).lacking(sequence.owned)
+
+    def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
+        """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
+        sealed, shared, spans = outline.sealed // PAGE, outline.shared // PAGE, outline.spans
+        own = [span for span in spans if span.first >= outline.shared]
+        has = PageCount(
+            dense=0 if spans else -(-outline.length // PAGE),
+            ring=-(-(outline.length - outline.sealed + 1) // PAGE) if spans else 0,  # and the next token
+            sealed=sealed,
+            host=sealed if self.layout.host_fields else 0,
+        )
+        at = outline.standing
+        lacking = self.layout.pages(self._prompted(at, outline.length, start), capacity, at).lacking(has)
+        return lacking + PageCount(
+            dense=0 if spans else has.dense - shared,
+            static=sum(-(-span.static_tokens // PAGE) for span in own),
+            ring=has.ring,
+            sealed=sealed - shared if spans else 0,
+            host=sealed - shared if has.host else 0,
+            segments=len(own),
+        )
+
+    def _prompted(self, at: Standing, length: int, start: int) -> int:
+        """How far prompts reach in a sequence of ``length`` tokens that is extended to ``start``: where no prompt
+        follows, a dense sequence stays dense for as long as answers do."""
+        return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
+
+    def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:
+        """Adds pages to the ring; the tail's pages move to their places in the wider ring."""
+        old = sequence.ring
+        ring: list[int | None] = [None] * (len(old) + len(more))
+        for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
+            ring[number % len(ring)] = old[number % len(old)]
+        placed = set(ring)
+        free = iter([name for name in (*old, *more) if name not in placed])
+        sequence.ring = [next(free) if name is None else name for name in ring]
+
+    def _write(self, sequence: CachedSequence) -> None:
+        self.tables.write(sequence)
+        self.tables.write_exact(sequence)
+        self.tables.write_pages(sequence, bool(self.layout.host_fields))

@@ -1,0 +1,323 @@
+"""A cached sequence: a path of segments and an exact tail; what a new one begins with; the tables that kernels read.
+
+Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
+and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
+segments: runs that one fitted state serves. Pages of a segment never change once they are sealed, and neither does its
+state, so that any number of sequences can name them; each holds a reference to their blocks
+(``memory.arenas.BlockPool``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing, cut_short
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.layout import PageCount
+
+
+class PendingLayers(Protocol):
+    """What a restored sequence and those forked from it in the meantime wait for; layers arrive in order.
+
+    A prefill waits for each layer before it reads it. A caller that decodes, trims or reads the sequence, or restores
+    another one after it, waits for the last layer first. One that releases it ends the arrival. One that forks,
+    extends or truncates it need not wait: the cache does so.
+    """
+
+    def wait(self, layer: int) -> None:
+        """Returns once subsequent work on the current stream is ordered after the arrival of ``layer`` and all before
+        it; may be called again for a layer. Raises if it will not arrive: the sequence can then only be released."""
+
+    def end(self) -> None:
+        """Orders subsequent work on the current stream after all writes still under way; nothing is written after
+        those. Never raises; others may still wait."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Sealed pages that follow one another, and the state that they are stored with.
+
+    Attributes:
+        slot: its slot in the page tables, which no other sequence uses.
+        state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
+        first: position of its first token, a multiple of 64.
+        end: position up to which its tokens took part in the fit.
+        reach: position up to which pages of prompts may be sealed on the state.
+        fitted: position after the pages that were sealed when it was fitted: all its outliers are among them.
+        pages, value_pages: names of its sealed pages and of those that hold their values.
+        static: names of exact pages with its sink and outliers.
+        static_tokens: tokens in those, per kv head.
+    """
+
+    slot: int
+    state: int | None
+    first: int
+    end: int
+    reach: int
+    fitted: int = 0
+    pages: list[int] = field(default_factory=list)
+    value_pages: list[int] = field(default_factory=list)
+    static: list[int] = field(default_factory=list)
+    static_tokens: int = 0
+
+    @property
+    def sealed(self) -> int:
+        """Position after its last sealed token."""
+        return self.first + PAGE * len(self.pages)
+
+    def prefix(self, slot: int, stop: int) -> Segment:
+        """Its pages up to position ``stop``, for a sequence that continues differently there."""
+        count = min(len(self.pages), (stop - self.first) // PAGE)
+        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        return replace(
+            self,
+            slot=slot,
+            end=end,
+            reach=reach,
+            fitted=fitted,
+            pages=self.pages[:count],
+            value_pages=self.value_pages[:count],
+            static=list(self.static),
+        )
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
+
+    Attributes:
+        tables: the tables of all sequences.
+        slot: its slot there.
+        capacity: tokens it may grow to.
+        observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
+        shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
+        readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
+        pending_layers: for a restored one, what is still on its way; None where everything is there.
+        path: its segments, in order.
+        dense: names of the exact pages of a dense sequence's tokens.
+        ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
+        sealed_reserve, host_reserve: names of pages to be sealed.
+        static_reserve: names of exact pages for sinks and outliers of segments to come.
+        slot_reserve, state_reserve: slots and states of segments to come.
+    """
+
+    tables: Tables
+    slot: int
+    capacity: int = 0
+    shared: int = 0
+    observed: bool = False
+    readings: list[int] = field(default_factory=list)
+    pending_layers: PendingLayers | None = None
+    path: list[Segment] = field(default_factory=list)
+    dense: list[int] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)
+    sealed_reserve: list[int] = field(default_factory=list)
+    host_reserve: list[int] = field(default_factory=list)
+    static_reserve: list[int] = field(default_factory=list)
+    slot_reserve: list[int] = field(default_factory=list)
+    state_reserve: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens cached."""
+        return int(self.tables.length[self.slot])
+
+    @property
+    def seed(self) -> int:
+        """The seed by which attended tokens are sampled, with the position of each new token: 0 until it is set, so
+        that sequences without a request are reproducible. Only the low 64 bits of a number that is set count."""
+        return int(self.tables.seed[self.slot])
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.tables.seed[self.slot] = seed & (1 << 64) - 1
+
+    @property
+    def sealed(self) -> int:
+        """Tokens that are sealed."""
+        return self.path[-1].sealed if self.path else 0
+
+    @property
+    def fixed(self) -> int:
+        """Tokens that may not change: the sealed ones, and those that others may read in the same pages."""
+        return max(self.sealed, self.shared, *self.readings)
+
+    @property
+    def standing(self) -> Standing:
+        """How far it is sealed, as the rules of growth see it."""
+        return Standing.behind(self.path)
+
+    @property
+    def pages(self) -> list[int]:
+        """Names of its sealed pages, in order."""
+        return [name for segment in self.path for name in segment.pages]
+
+    @property
+    def static(self) -> list[int]:
+        """Names of the exact pages with sinks and outliers, in order."""
+        return [name for segment in self.path for name in segment.static]
+
+    @property
+    def owned(self) -> PageCount:
+        """What it has of each kind; for static pages and segments, those to come."""
+        sealed = sum(len(segment.pages) for segment in self.path)
+        return PageCount(
+            dense=len(self.dense),
+            static=len(self.static_reserve),
+            ring=len(self.ring),
+            sealed=sealed + len(self.sealed_reserve),
+            host=sealed + len(self.host_reserve),
+            segments=len(self.slot_reserve),
+        )
+
+    def device_pages(self, reserves: bool = True) -> Iterator[int]:
+        """Names of all its pages of the device tier."""
+        yield from self.dense
+        yield from self.ring
+        yield from self.static
+        yield from self.pages
+        if reserves:
+            yield from self.sealed_reserve
+            yield from self.static_reserve
+
+
+class Span(NamedTuple):
+    """A segment's place in its sequence; fields are those of ``Segment``."""
+
+    first: int
+    end: int
+    reach: int
+    fitted: int
+    static_tokens: int
+    num_pages: int
+
+    @property
+    def sealed(self) -> int:
+        """Position after its last sealed token."""
+        return self.first + PAGE * self.num_pages
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a new sequence begins with.
+
+    Attributes:
+        spans: its segments.
+        length: its tokens.
+        shared: tokens that it shares with its parent, a multiple of 64.
+    """
+
+    spans: tuple[Span, ...] = ()
+    length: int = 0
+    shared: int = 0
+
+    @classmethod
+    def fork(cls, parent: CachedSequence, length: int) -> Outline:
+        """The first ``length`` tokens of ``parent``, a fork point."""
+        path = (segment.prefix(segment.slot, length) for segment in parent.path if segment.first < length)
+        spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
+        return cls(tuple(spans), length, length)
+
+    @property
+    def sealed(self) -> int:
+        """Tokens that are sealed."""
+        return self.spans[-1].sealed if self.spans else 0
+
+    @property
+    def standing(self) -> Standing:
+        """How far it is sealed, as the rules of growth see it."""
+        return Standing.behind(self.spans)
+
+
+class Tables:
+    """Numbers and page tables of all sequences and of their segments; numbers on the host, tables on the device.
+
+    The slot after the last, of sequences and of segments, belongs to no sequence: rows that pad a captured batch name
+    it.
+
+    Attributes:
+        padding_slot, padding_segment_slot: those after the last.
+        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages of
+            generated tokens may be sealed on the last segment's state.
+        static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
+            itself.
+        segments: int64 [slots], how many segments a sequence has.
+        seed: uint64 [slots], the seed that a sequence samples by.
+        segment_slots: int64 [slots, MOST_SEGMENTS], the slots of those.
+        state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
+            token and after its last, and how many of its tokens are exact elsewhere, per kv head.
+        exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
+        pages, value_pages: int32 [segment slots, P], names.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        segment_slots: int,
+        exact_width: int,
+        sealed_width: int,
+        spare_state: int,
+        device: torch.device,
+    ) -> None:
+        self.padding_slot, self.padding_segment_slot = slots, segment_slots
+        self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
+        self.ring_pages = np.ones(slots + 1, np.int64)
+        self.seed = np.zeros(slots + 1, np.uint64)
+        self.segment_slots = np.full((slots + 1, MOST_SEGMENTS), segment_slots, np.int64)
+        self.state = np.full(segment_slots + 1, spare_state, np.int64)
+        self.first, self.end, self.static_tokens = np.zeros((3, segment_slots + 1), np.int64)
+        self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)
+        self.pages, self.value_pages = torch.zeros(2, segment_slots + 1, sealed_width, dtype=torch.int32, device=device)
+
+    def write(self, sequence: CachedSequence) -> None:
+        """Writes the numbers of a sequence's segments."""
+        slot, path = sequence.slot, sequence.path
+        at = sequence.standing
+        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
+        for number, segment in enumerate(path):
+            self.segment_slots[slot, number] = segment.slot
+            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.sealed
+            self.static_tokens[segment.slot] = segment.static_tokens
+            if segment.state is not None:
+                self.state[segment.slot] = segment.state
+
+    def write_exact(self, sequence: CachedSequence) -> None:
+        """Writes the names of a sequence's exact pages."""
+        static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
+        self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
+        counts = [
+            min(PAGE, segment.static_tokens - PAGE * number)
+            for segment in sequence.path
+            for number in range(len(segment.static))
+        ]
+        _write(self.exact, sequence.slot, static + ring)
+        _write(self.static_counts, sequence.slot, counts)
+
+    def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
+        """Writes the names of a sequence's sealed pages, and of those that the last segment is still to get."""
+        for segment in sequence.path:
+            last = segment is sequence.path[-1]
+            width = self.pages.shape[1]
+            pages = segment.pages + (sequence.sealed_reserve if last else [])
+            _write(self.pages, segment.slot, pages[:width])
+            values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
+            _write(self.value_pages, segment.slot, values[:width])
+
+    def ring_widths(self, slots: np.ndarray) -> np.ndarray:
+        """Exact pages, after the static ones, that a step of these slots reads, int64 [slots]."""
+        return np.where(self.segments[slots] > 0, self.ring_pages[slots], self.length[slots] // PAGE + 1)
+
+    def clear(self, slot: int) -> None:
+        """Forgets what a slot held."""
+        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments, self.seed):
+            array[slot] = 0
+
+
+def _write(table: torch.Tensor, row: int, names: list[int]) -> None:
+    table[row, : len(names)] = upload(torch.tensor(names, dtype=torch.int32), table.device)

@@ -1,0 +1,63 @@
+"""Dataclasses as JSON, read back strictly: any text is either valid or raises ValueError."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+Value = TypeVar("Value")
+
+MOST_BYTES = 2**20
+"""Longest text that is parsed."""
+
+
+def to_json(value: Any) -> str:
+    """A dataclass of numbers, strings, booleans, tuples and such dataclasses."""
+    return json.dumps(asdict(value), separators=(",", ":"))
+
+
+def from_json(kind: type[Value], text: str | bytes) -> Value:
+    """A ``kind`` from what ``to_json`` made of one, now or before it had all the fields that have defaults; raises
+    ValueError that says what is wrong."""
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
+    try:
+        plain = json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("the text is nested too deeply") from None
+    return _read(kind, plain, kind.__name__)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
+        raise ValueError(f"a key is there twice in {_shown([key for key, _ in pairs])}")
+    return by_key
+
+
+def _read(kind: Any, plain: Any, name: str) -> Any:
+    """``plain`` as a ``kind``, at the place called ``name``."""
+    if is_dataclass(kind):
+        return _read_object(kind, plain, name)
+    if get_origin(kind) is tuple:
+        if not isinstance(plain, list):
+            raise ValueError(f"{name} is {_shown(plain)}, not a list")
+        return tuple(_read(get_args(kind)[0], item, f"{name}[{number}]") for number, item in enumerate(plain))
+    if type(plain) is not kind:  # a boolean is no number
+        raise ValueError(f"{name} is {_shown(plain)}, not of type {kind.__name__}")
+    return plain
+
+
+def _read_object(kind: Any, plain: Any, name: str) -> Any:
+    names = [field.name for field in fields(kind)]
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(plain, dict) or not needed <= set(plain) <= set(names):
+        raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(names)}")
+    kinds = get_type_hints(kind)
+    return kind(**{field: _read(kinds[field], value, f"{name}.{field}") for field, value in plain.items()})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,358 @@
+"""Snapshots: what follows a fork point of a cached sequence, as bytes, and the header that says what they are.
+
+The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
+the used part of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
+stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
+wrong with it (``contradictions``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, UNLIMITED, cut_short
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.snapshots import dataclass_json
+
+ALIGNED = 16
+"""Bytes that a field's offset is a multiple of."""
+
+LAYER_ALIGNED = 256
+"""Bytes that a layer's size is a multiple of."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8,
+        torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+"""Dtypes of fields, by name."""
+
+MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
+"""Limits for everything that a header counts: numbers above are rejected as nonsense."""
+
+
+@dataclass(frozen=True)
+class SnapshotField:
+    """One array of a layer: ``shape`` of ``dtype`` from byte ``offset`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a layer."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def of(self, layer: Tensor) -> Tensor:
+        """The array, [*shape], in a layer uint8 [layer_bytes] that begins at a multiple of 16 bytes."""
+        return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
+
+
+def aligned(size: int, to: int) -> int:
+    """``size``, or the next multiple of ``to``."""
+    return -(-size // to) * to
+
+
+def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[tuple[SnapshotField, ...], int]:
+    """Fields with these names, shapes and dtypes, one after the other, and the bytes of a layer that has them."""
+    fields, offset = [], 0
+    for name, shape, dtype in arrays:
+        fields.append(SnapshotField(name, shape, str(dtype).removeprefix("torch."), offset))
+        offset = aligned(offset + fields[-1].nbytes, ALIGNED)
+    return tuple(fields), aligned(offset, LAYER_ALIGNED)
+
+
+@dataclass(frozen=True)
+class SnapshotSegment:
+    """A segment of a sequence, or its newer part.
+
+    Attributes:
+        first, end, reach, fitted, static_tokens: as in ``Segment``.
+        num_pages: sealed pages that are in this snapshot.
+        continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
+            pages before the snapshot's start.
+    """
+
+    first: int
+    end: int
+    reach: int
+    fitted: int
+    static_tokens: int
+    num_pages: int
+    continued: bool
+
+    def begin(self, start: int) -> int:
+        """Position of its first token in a snapshot from ``start`` on."""
+        return start if self.continued else self.first
+
+    def sealed(self, start: int) -> int:
+        """Position after its last sealed token."""
+        return self.begin(start) + PAGE * self.num_pages
+
+    def cut(self, start: int, stop: int) -> SnapshotSegment:
+        """The segment for a sequence that continues differently after position ``stop`` (``Segment.prefix``)."""
+        count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
+        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
+
+
+class Cut(NamedTuple):
+    """The part of a snapshot that is used: segments, each with its first pages, and the first tokens of the tail."""
+
+    segments: tuple[SnapshotSegment, ...]
+    tail_tokens: int
+    observed: bool
+
+    def end(self, start: int) -> int:
+        """Position after its last token, where the snapshot begins at ``start``."""
+        return (self.segments[-1].sealed(start) if self.segments else start) + self.tail_tokens
+
+
+@dataclass(frozen=True)
+class SnapshotHeader:
+    """What a snapshot says that it holds. Raises ValueError where its numbers contradict one another.
+
+    Attributes:
+        form: what caches must have in common to read it (``form_of``).
+        start: tokens of the sequence that come before it, a multiple of 64.
+        length: tokens of the sequence.
+        segments: those with sealed pages after ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens after ``start`` and after what is sealed, up to ``length``.
+        observed: whether it has what is known of a dense sequence's state.
+        fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
+            ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
+            [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
+        num_layers: all layers of the model.
+        layer_bytes: bytes of a layer that has these fields.
+        skip_layers: that many of the first and of the last layers have others:
+        exact_fields: ``tokens`` [2, length - start, H, d], RoPE-rotated keys and values.
+    """
+
+    form: str
+    start: int
+    length: int
+    segments: tuple[SnapshotSegment, ...]
+    tail_tokens: int
+    observed: bool
+    fields: tuple[SnapshotField, ...]
+    num_layers: int
+    layer_bytes: int
+    skip_layers: int = 0
+    exact_fields: tuple[SnapshotField, ...] = ()
+
+    def __post_init__(self) -> None:
+        for reason in contradictions(self):
+            raise ValueError(f"this is no header of a snapshot: {reason}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all layers."""
+        return self.span(self.num_layers - 1).stop
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
+        return (1, self.nbytes) if self.skip_layers else (self.num_layers, self.layer_bytes)
+
+    def skips(self, layer: int) -> bool:
+        """Whether a layer has ``exact_fields``."""
+        return not self.skip_layers <= layer < self.num_layers - self.skip_layers
+
+    def fields_of(self, layer: int) -> tuple[SnapshotField, ...]:
+        """Fields of any layer."""
+        return self.exact_fields if self.skips(layer) else self.fields
+
+    def bytes_of(self, layer: int) -> int:
+        """Bytes of any layer, a multiple of 256."""
+        if not self.skips(layer):
+            return self.layer_bytes
+        return aligned(sum(field.nbytes for field in self.exact_fields), LAYER_ALIGNED)
+
+    def span(self, layer: int) -> slice:
+        """Where a layer's bytes are."""
+        skipped = min(layer, self.skip_layers) + max(0, layer - (self.num_layers - self.skip_layers))
+        start = skipped * self.bytes_of(0) + (layer - skipped) * self.layer_bytes
+        return slice(start, start + self.bytes_of(layer))
+
+    @property
+    def exact(self) -> int:
+        """Position of the first token of its tail."""
+        return self.length - self.tail_tokens
+
+    def cut(self, stop: int) -> Cut:
+        """The part of it that is used by a sequence that continues differently after its first ``stop`` tokens; all of
+        it where those are all. Raises ValueError unless they end in it: at a page boundary, or among exact tokens."""
+        if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
+            raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
+        if stop == self.length:
+            return Cut(self.segments, self.tail_tokens, self.observed)
+        if stop > self.exact or not self.segments:
+            return Cut(self.segments, stop - self.exact, False)
+        used = (segment for segment in self.segments if segment.begin(self.start) < stop)
+        return Cut(tuple(segment.cut(self.start, stop) for segment in used), 0, False)
+
+    def to_json(self) -> str:
+        """JSON for ``from_json``."""
+        return dataclass_json.to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> SnapshotHeader:
+        """A header from untrusted text; raises ValueError that says what is wrong."""
+        return dataclass_json.from_json(SnapshotHeader, text)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A header and its bytes.
+
+    Attributes:
+        data: uint8 [*header.runs], on any device.
+    """
+
+    header: SnapshotHeader
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.header.runs
+        if self.data.dtype != torch.uint8 or self.data.shape != shape:
+            raise ValueError(f"a snapshot's bytes are uint8 {shape}, not {self.data.dtype} {tuple(self.data.shape)}")
+
+    def layer(self, number: int) -> Tensor:
+        """A layer's bytes, uint8 [n]."""
+        return self.data.flatten()[self.header.span(number)]
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All fields by name, [layers, *shape], of the layers that have them."""
+        by_name: dict[str, list[Tensor]] = {}
+        for number in range(self.header.num_layers):
+            for field in self.header.fields_of(number):
+                by_name.setdefault(field.name, []).append(field.of(self.layer(number)))
+        return {name: torch.stack(layers) for name, layers in by_name.items()}
+
+
+class Link(NamedTuple):
+    """A snapshot of a chain, and the token of the sequence up to which it is used."""
+
+    header: SnapshotHeader
+    stop: int
+
+
+def contradictions(header: SnapshotHeader) -> Iterator[str]:
+    """Why its numbers are invalid; each reason presumes that there is none before it."""
+    if not re.fullmatch("[0-9a-f]{64}", header.form):
+        yield f"form {header.form[:100]!r} is not 64 hexadecimal digits"
+    yield from _out_of(("length", header.length, 0, MOST["tokens"]), ("start", header.start, 0, header.length))
+    if header.start % PAGE:
+        yield f"start {header.start} is not a multiple of {PAGE}"
+    yield from _of_segments(header)
+    exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    if header.tail_tokens != header.length - exact:
+        yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
+    if header.observed and header.segments:
+        yield "a state is observed where segments have theirs"
+    yield from _of_fields(header)
+
+
+def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
+    for name, value, least, most in ranges:
+        if not least <= value <= most:
+            yield f"{name} {value} is not from {least} to {most}"
+
+
+def _of_segments(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(("number of segments", len(header.segments), 0, MOST_SEGMENTS))
+    at = header.start
+    for number, segment in enumerate(header.segments):
+        last = number == len(header.segments) - 1
+        if segment.continued and (number or segment.first >= header.start):
+            yield f"segment {number} from {segment.first} on does not begin before {header.start}"
+        yield from _out_of(
+            ("first token of a segment", segment.first, 0 if segment.continued else at, at),
+            ("end of a segment", segment.end, segment.first + 1, MOST["tokens"]),
+            ("reach of a segment", segment.reach, segment.end, UNLIMITED),
+            ("static tokens", segment.static_tokens, 0, MOST["tokens"]),
+            (
+                "pages of a segment",
+                segment.num_pages,
+                0 if segment.continued and last else 1,
+                (header.length - at) // PAGE,
+            ),
+        )
+        at = segment.sealed(header.start)
+        yield from _out_of(("fitted pages of a segment", segment.fitted, segment.first + PAGE, at))
+        if segment.first % PAGE or segment.fitted % PAGE:
+            yield f"tokens {segment.first} to {segment.fitted} of a segment are no whole pages"
+
+
+def _of_fields(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(
+        ("number of layers", header.num_layers, 1, MOST["layers"]),
+        ("number of fields", len(header.fields), 0, MOST["fields"]),
+    )
+    shapes, missing, names, offset = _shapes(header), set(_shapes(header)), set[str](), 0
+    for field in header.fields:
+        name = field.name[:100]
+        family = field.name if field.name in shapes else f"{field.name.rpartition('.')[0]}."
+        if field.name in names or field.name.endswith(".") or family not in shapes:
+            yield f"field {name!r} is there twice or none of this snapshot's"
+        if field.dtype not in DTYPES:
+            yield f"dtype {field.dtype[:100]!r} of {name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(
+            (f"axes of {name}", len(field.shape), 1, MOST["axes"]),
+            *((f"size of an axis of {name}", size, 1, MOST["tokens"]) for size in field.shape),
+            (f"offset of {name}", field.offset, offset, offset),
+        )
+        if field.shape[: len(shapes[family])] != shapes[family]:
+            yield f"shape {field.shape} of {name} does not begin with {shapes[family]}"
+        names.add(field.name)
+        missing.discard(family)
+        offset = aligned(offset + field.nbytes, ALIGNED)
+        yield from _out_of((f"end of {name}", offset, 0, MOST["bytes of a layer"]))
+    missing = {family for family in missing if ".state." not in family}  # a policy may fit none
+    if missing:
+        yield f"there are no fields {', '.join(sorted(missing))}"
+    size = aligned(offset, LAYER_ALIGNED)
+    yield from _out_of(("bytes of a layer", header.layer_bytes, size, size))
+    yield from _of_exact_fields(header)
+
+
+def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
+    count = header.length - header.start
+    expected = 1 if header.skip_layers and count else 0
+    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), expected, expected))
+    for field in header.exact_fields:
+        if (field.name, field.offset, field.shape[:2], len(field.shape)) != ("tokens", 0, (2, count), 4):
+            yield f"{field.name[:100]!r} {field.shape} is not what skipped layers have of {count} tokens"
+        if field.dtype not in DTYPES:
+            yield f"dtype {field.dtype[:100]!r} of {field.name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(*((f"size of an axis of {field.name}", size, 1, MOST["tokens"]) for size in field.shape))
+        yield from _out_of((f"end of {field.name}", field.nbytes, 0, MOST["bytes of a layer"]))
+
+
+def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
+    """Names of fields, or what they begin with, and the first axes of those fields' shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, segment in enumerate(header.segments):
+        if segment.num_pages:
+            shapes[f"segments.{number}.pages."] = (segment.num_pages,)
+        if not segment.continued:
+            shapes[f"segments.{number}.state."] = ()
+        if not segment.continued and segment.static_tokens:
+            shapes[f"segments.{number}.static"] = (2, segment.static_tokens)
+    if header.tail_tokens:
+        shapes["tail"] = (2, header.tail_tokens)
+    if header.observed:
+        shapes["observed."] = ()
+    return shapes

@@ -1,0 +1,253 @@
+"""A snapshot's layers in a cache's memory: where each field is, to be read from there and written there.
+
+A ``Reading`` is what a snapshot is made from, layer by layer, while its sequence goes on, finishes or is evicted; a
+``Restoring`` is a sequence made from snapshots, which are written layer by layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.sealed import ByLayer
+from shadowkv.kvcache.memory.streams import Numbers
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
+from shadowkv.kvcache.sequences.store import ExactRows, Store, exact_rows
+from shadowkv.kvcache.snapshots.header import Cut, Link, SnapshotField, SnapshotHeader
+
+COPIED_AT_ONCE = 8192
+"""Exact tokens that are copied at a time, to bound the temporary memory."""
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Words that pages are copied in: copies in the largest words take the fewest steps."""
+
+
+class Location(Protocol):
+    """Where a field is, or the part of it that is used."""
+
+    def read(self, layer: int, out: Tensor) -> None:
+        """Copies it into a layer of bytes, uint8 [layer_bytes]."""
+
+    def write(self, layer: int, data: Tensor) -> None:
+        """Copies the part of it that is used from there."""
+
+
+@dataclass(frozen=True)
+class PagesLocation:
+    """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
+
+    field: SnapshotField
+    memory: Tensor | ByLayer
+    names: Tensor
+
+    def read(self, layer: int, out: Tensor) -> None:
+        torch.index_select(_words(self.memory[layer]), 0, self.names, out=_words(self.field.of(out)))
+
+    def write(self, layer: int, data: Tensor) -> None:
+        _words(self.memory[layer])[self.names] = _words(self.field.of(data)[: len(self.names)])
+
+
+@dataclass(frozen=True)
+class StateLocation:
+    """A fitted state: number ``name`` of ``memory`` [num_layers, states, ...]."""
+
+    field: SnapshotField
+    memory: Tensor | ByLayer
+    name: int
+
+    def read(self, layer: int, out: Tensor) -> None:
+        self.field.of(out).copy_(self.memory[layer, self.name])
+
+    def write(self, layer: int, data: Tensor) -> None:
+        self.memory[layer, self.name].copy_(self.field.of(data))
+
+
+@dataclass(frozen=True)
+class TokensLocation:
+    """Exact tokens: ``rows`` of keys and of values [num_layers, names, H, 64, d]."""
+
+    field: SnapshotField
+    memory: tuple[Tensor | ByLayer, Tensor | ByLayer]
+    rows: ExactRows
+
+    def read(self, layer: int, out: Tensor) -> None:
+        for exact, tokens in zip(self.memory, self.field.of(out), strict=True):
+            for portion, pages, offsets in self._portions():
+                tokens[portion] = exact[layer][pages, :, offsets]
+
+    def write(self, layer: int, data: Tensor) -> None:
+        for exact, tokens in zip(self.memory, self.field.of(data), strict=True):
+            for portion, pages, offsets in self._portions():
+                exact[layer][pages, :, offsets] = tokens[portion]
+
+    def _portions(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for start in range(0, len(self.rows.pages), COPIED_AT_ONCE):
+            portion = slice(start, min(start + COPIED_AT_ONCE, len(self.rows.pages)))
+            yield portion, self.rows.pages[portion], self.rows.offsets[portion]
+
+
+class SnapshotLocations:
+    """Where the part of a snapshot that is ``used`` is, in a sequence as it is now.
+
+    Attributes:
+        held: names of the device pages, the host pages and the states that it is in.
+    """
+
+    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
+        self._store, self._numbers = store, Numbers()
+        self._fields = {field.name: field for field in (*header.fields, *header.exact_fields)}
+        self._compressed, self._exact = list[Callable[[Tensor], Location]](), list[Callable[[Tensor], Location]]()
+        self.held: dict[str, list[int]] = {"device": [], "host": [], "states": []}
+        path = {segment.first: segment for segment in sequence.path}
+        for number, stored in enumerate(used.segments):
+            segment, name = path[stored.first], f"segments.{number}"
+            first = (stored.begin(header.start) - stored.first) // PAGE
+            self._add_pages(f"{name}.pages", segment, slice(first, first + stored.num_pages))
+            if not stored.continued:
+                self._add_state(f"{name}.state", segment.state)
+                self._add_tokens(f"{name}.static", segment.static, 0, segment.static_tokens)
+        ring = sequence.ring if sequence.path else sequence.dense
+        self._add_tokens("tail", ring, header.exact, header.exact + used.tail_tokens)
+        if header.exact_fields:
+            self._add_exact(sequence.pages, ring, header.start, used.end(header.start))
+        if used.observed and sequence.state_reserve:
+            self._add_state("observed", sequence.state_reserve[0])
+
+    def by_layer(self) -> Callable[[int], list[Location]]:
+        """All locations, by layer; the numbers that they need are copied to the device at once, without waiting."""
+        numbers = self._numbers.on(self._store.compute)
+        compressed, exact = ([locate(numbers) for locate in kind] for kind in (self._compressed, self._exact))
+        return lambda layer: exact if self._store.layout.skips(layer) else compressed
+
+    def _add_pages(self, name: str, segment: Segment, numbers: slice) -> None:
+        pages, values = segment.pages[numbers], segment.value_pages[numbers]
+        on_host = {field.name for field in self._store.layout.host_fields}
+        self.held["device"] += pages
+        self.held["host"] += values if on_host else []
+        if not pages:
+            return
+        for field, memory in self._store.page.items():
+            names = self._numbers.add(values if field in on_host else pages)
+            self._compressed.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, names))
+
+    def _add_state(self, name: str, state: int | None) -> None:
+        if state is None:
+            return
+        self.held["states"].append(state)
+        for field, memory in self._store.state.items():
+            self._compressed.append(partial(_state_location, self._fields[f"{name}.{field}"], memory, state))
+
+    def _add_tokens(self, name: str, ring: list[int], start: int, stop: int) -> None:
+        if start == stop:
+            return
+        self.held["device"] += [ring[number % len(ring)] for number in range(start // PAGE, -(-stop // PAGE))]
+        rows = exact_rows(self._numbers, ring, start, stop)
+        self._compressed.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
+
+    def _add_exact(self, sealed: list[int], ring: list[int], start: int, stop: int) -> None:
+        """Tokens of skipped layers: first those in pages that other layers have sealed, then those in the ring."""
+        later = range(len(sealed), -(-stop // PAGE))
+        rows = exact_rows(self._numbers, [*sealed, *(ring[page % len(ring)] for page in later)], start, stop)
+        self._exact.append(lambda x: TokensLocation(self._fields["tokens"], (self._store.k, self._store.v), rows(x)))
+
+
+def _pages_location(field: SnapshotField, memory: Tensor | ByLayer, names: slice, numbers: Tensor) -> Location:
+    return PagesLocation(field, memory, numbers[names])
+
+
+def _state_location(field: SnapshotField, memory: Tensor | ByLayer, name: int, numbers: Tensor) -> Location:
+    return StateLocation(field, memory, name)
+
+
+def _words(rows: Tensor) -> Tensor:
+    """[n, ...], each row in one piece, as [n, m] of the largest words that a row is a multiple of."""
+    size = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+    word = next(dtype for dtype in WORDS if size % dtype.itemsize == 0)
+    return rows.flatten(1).view(word)
+
+
+class Reading:
+    """What a snapshot of a sequence is made from, where it was when the reading began.
+
+    It holds the blocks that it reads until it is closed: the sequence may meanwhile decode, be trimmed, forked and
+    released. What is read cannot be truncated. An exact tail is overwritten by what follows it, so that a compressed
+    sequence whose tail is read cannot be extended, and one that still decodes should be read up to a fork point.
+    Layers may be read on any stream that is ordered after the work launched before the reading was opened.
+
+    Attributes:
+        header: the header of the snapshot.
+    """
+
+    def __init__(self, pool: SequencePool, sequence: CachedSequence, header: SnapshotHeader) -> None:
+        self.header, self._pool, self._sequence = header, pool, sequence
+        locations = SnapshotLocations(pool.store, header, header.cut(header.length), sequence)
+        self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in locations.held.items()}
+        self._locations, self._open = locations.by_layer(), True
+        for kind, blocks in self._held.items():
+            pool.pools[kind].retain(blocks)
+        sequence.readings.append(header.length)
+
+    def read_layer(self, layer: int, out: Tensor) -> None:
+        """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which begins at a multiple of
+        16 bytes; bytes outside fields become 0. The host does not wait."""
+        for location in self._locations(layer):
+            location.read(layer, out)
+        fields = self.header.fields_of(layer)
+        starts = [*(field.offset for field in fields[1:]), self.header.bytes_of(layer)]
+        stops = [field.offset + field.nbytes for field in fields]
+        for stop, start in zip(stops, starts, strict=bool(stops)):
+            if stop < start:
+                out[stop:start].zero_()
+
+    def close(self) -> None:
+        """Releases what it reads: subsequent work on the device must be ordered after the layers that were read."""
+        if not self._open:
+            return
+        self._open = False
+        for kind, blocks in self._held.items():
+            self._pool.pools[kind].release(blocks)
+        self._sequence.readings.remove(self.header.length)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Restoring:
+    """A sequence that has everything but its bytes; to be kept until these are written.
+
+    Until then any user of the sequence has to wait: ``sequence.pending_layers`` says how, where it is set. Layers may
+    be written on any stream that is ordered after the work launched before it was made.
+
+    Attributes:
+        sequence: the new sequence.
+    """
+
+    def __init__(self, store: Store, chain: Sequence[Link], sequence: CachedSequence) -> None:
+        self.sequence = sequence
+        self._locations = [
+            SnapshotLocations(store, header, header.cut(stop), sequence).by_layer() for header, stop in chain
+        ]
+
+    def write_layer(self, link: int, layer: int, data: Tensor) -> None:
+        """Copies the used part of a layer of the chain's snapshot number ``link`` to where it belongs. The host does
+        not wait.
+
+        Args:
+            data: uint8 [bytes of the layer] on the cache's device, which begins at a multiple of 16 bytes.
+        """
+        for location in self._locations[link](layer):
+            location.write(layer, data)

@@ -1,0 +1,51 @@
+"""The example with an index of one's own, and a batch file that its server answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import custom_index
+
+from shadowkv import LLM, SamplingParams
+from shadowkv.kvcache import parts
+from shadowkv.kvcache.presets import PRESETS
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    PRESETS.pop("small-norms", None)
+    parts.REGISTERED["index"].pop("small-norms", None)
+
+
+def test_it_selects_the_tokens_with_the_shortest_keys(tiny: Path) -> None:
+    custom_index.register()
+    prompt = [5 + i % 200 for i in range(600)]
+    with LLM(str(tiny), load_format="dummy", kv="small-norms:budget=32", kv_dense_below=0, max_model_len=1024) as llm:
+        cache, seen = llm.engine.cache, []
+        cache.selection_hook = lambda layer, q, batch, selected: seen.append((layer, batch, selected)) or selected
+        (answer,) = llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
+        assert len(answer.token_ids) == 4 and seen
+        layer, batch, selected = seen[0]
+        norms = cache.store.page["key_norms"][layer][batch.pages[0]].transpose(0, 1).flatten(1)  # [H, tokens]
+        norms = norms.masked_fill(cache.store.excluded(layer, batch.pages, batch.first)[0], float("inf"))
+        norms = norms[:, : int(batch.num_chunks)]
+        shortest = norms.topk(selected.chunks.shape[-1], largest=False).indices.sort().values
+        assert torch.equal(selected.chunks[0], shortest)
+
+
+def test_it_serves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
+    asked.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
+    flags = ["--model", str(tiny), "--load-format", "dummy", "--served-model-name", "tiny", "--max-model-len", "64"]
+    assert custom_index.main([*flags, "--input", str(asked), "--output", str(answered)]) == 0
+    assert json.loads(answered.read_text())["response"]["status_code"] == 200

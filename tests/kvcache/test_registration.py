@@ -1,0 +1,220 @@
+"""Parts and presets from outside the package: names, errors, and plugins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
+
+from shadowkv.kvcache import codecs, parts, plugins, presets
+from shadowkv.kvcache.codecs.fp8 import Fp8Rows
+from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.parts.base import KeyPart
+from shadowkv.kvcache.parts.index_plain import Recent
+from shadowkv.kvcache.parts.rows import DenseKeys, DenseValues
+from shadowkv.kvcache.plugins import PluginError, load_plugins
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.presets import PRESETS, preset
+
+
+class Mine(Recent):
+    pass
+
+
+class MyKeys(DenseKeys):
+    pass
+
+
+class MyValues(DenseValues):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it, and no plugins are loaded before it."""
+    monkeypatch.setattr(plugins, "_outcome", [])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    known = set(PRESETS), {axis: set(names) for axis, names in codecs.NAMES_OF_PARTS.items()}
+    yield
+    for name in set(PRESETS) - known[0]:
+        del PRESETS[name]
+    for names in parts.REGISTERED.values():
+        names.clear()
+    for axis, names in known[1].items():
+        codecs.NAMES_OF_PARTS[axis].intersection_update(names)
+
+
+def test_parts_from_outside_serve_as_those_inside() -> None:
+    parts.register("index", "mine", Mine)
+    parts.register("keys", "mine", MyKeys)
+    parts.register("values", "mine", MyValues)
+    presets.register("all-mine", KVSpec(keys="mine", index="mine", values="mine", budget=1.0))
+    spec = resolve(preset("all-mine:local=40"), SHAPE)
+    assert [type(part) for part in build_parts(spec, SHAPE, torch.float32)] == [MyKeys, Mine, MyValues]
+    cache = make_cache(spec)
+    stream = Stream(0, cache.allocate(500, 600))
+    prefill(cache, [(stream, 500)])
+    for _ in range(3):
+        decode(cache, [stream])
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "name", "part", "error", "reason"),
+    [
+        ("place", "mine", Mine, ValueError, "there is no axis 'place' of parts: keys, index, values"),
+        ("indexes", "mine", Mine, ValueError, "there is no axis 'indexes'"),
+        ("index", "sketch", Mine, ValueError, "index='sketch' is taken: the names are .*chunk-mean"),
+        ("keys", "low-rank", MyKeys, ValueError, "keys='low-rank' is taken"),
+        ("keys", "fp8", MyKeys, ValueError, "keys='fp8' is taken"),
+        ("values", "rotated", MyValues, ValueError, "values='rotated' is taken"),
+        ("index", "my,own", Mine, ValueError, "'my,own' is no name"),
+        ("index", "", Mine, ValueError, "'' is no name"),
+        ("index", "mine", MyKeys, TypeError, "index='mine' is to be a subclass of IndexPart"),
+        ("keys", "mine", object(), TypeError, "is to be a subclass of KeyPart"),
+    ],
+)
+def test_what_cannot_be_registered_says_why(
+    axis: str, name: str, part: Any, error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        parts.register(axis, name, part)
+    assert not any(parts.REGISTERED.values())
+
+
+def test_a_name_is_taken_once() -> None:
+    parts.register("index", "mine", Mine)
+    parts.register("keys", "mine", MyKeys)  # another axis
+    with pytest.raises(ValueError, match="index='mine' is taken"):
+        parts.register("index", "mine", Mine)
+    presets.register("mine", KVSpec(index="mine"))
+    for name in ("mine", "turbo"):
+        with pytest.raises(ValueError, match=f"the preset '{name}' is taken"):
+            presets.register(name, KVSpec())
+    with pytest.raises(ValueError, match="is no name"):
+        presets.register("turbo:chunk=8", KVSpec())
+    with pytest.raises(TypeError, match="is to be a KVSpec, not 'turbo'"):
+        presets.register("again", "turbo")  # type: ignore[arg-type]
+
+
+def test_a_codec_takes_no_name_of_a_part() -> None:
+    parts.register("values", "mine", MyValues)
+
+    class Codec(Fp8Rows):
+        id, name, axes = 4000, "mine", ("values",)
+
+    with pytest.raises(ValueError, match="codec 'mine' has the name of a part: values='mine'"):
+        codecs.register(Codec())
+    Codec.name = "dense"
+    with pytest.raises(ValueError, match="values='dense'"):
+        codecs.register(Codec())
+
+
+def test_arrays_of_two_parts_have_names_of_their_own() -> None:
+    class Clash(Mine):
+        def page_fields(self) -> Any:
+            return MyValues.page_fields(self)  # type: ignore[arg-type]
+
+    parts.register("index", "clash", Clash)
+    spec = resolve(KVSpec(index="clash"), SHAPE)
+    with pytest.raises(ValueError, match=r"arrays of pages have the same name, values: parts .*index='clash'"):
+        build_parts(spec, SHAPE, torch.float32)
+
+
+class Plugin:
+    """An entry point."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.value, self.target = name, f"{name}:register", target
+        self.loads = 0
+
+    def load(self) -> Any:
+        self.loads += 1
+        if isinstance(self.target, Exception):
+            raise self.target
+        return self.target
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *found: Plugin) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found if group == "shadowkv.plugins" else [])
+
+
+def test_plugins_are_loaded_once_and_for_names_alone_that_shadowkv_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register() -> None:
+        parts.register("index", "mine", Mine)
+        presets.register("mine", KVSpec(index="mine"))
+
+    function, module = Plugin("function", register), Plugin("module", ModuleType("module"))
+    installed(monkeypatch, function, module)
+    resolve(preset("turbo:index=votes,sampled=0.0"), SHAPE)
+    assert not function.loads
+    for _ in range(2):
+        assert resolve(preset("quest:index=mine"), SHAPE).index == "mine"
+        assert preset("mine").index == "mine"
+        with pytest.raises(ValueError, match=r"unknown KV preset 'yours'; known: .*mine"):
+            preset("yours")
+    assert (function.loads, module.loads) == (1, 1)
+
+
+def test_a_spec_that_is_no_text_finds_plugins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, Plugin("mine", lambda: parts.register("index", "mine", Mine)))
+    assert resolve(KVSpec(index="mine"), SHAPE).index == "mine"
+    with pytest.raises(ValueError, match=r"index='yours' is not one of none, .*mine"):
+        resolve(KVSpec(index="yours"), SHAPE)
+
+
+def test_plugins_that_fail_are_named_and_the_others_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> None:
+        parts.register("index", "sketch", Mine)
+
+    installed(
+        monkeypatch,
+        Plugin("absent", ImportError("no module named 'absent'")),
+        Plugin("constant", 7),
+        Plugin("mine", lambda: parts.register("index", "mine", Mine)),
+        Plugin("taken", taken),
+    )
+    for _ in range(2):
+        with pytest.raises(PluginError) as caught:
+            load_plugins()
+        reasons = str(caught.value).split("; ")
+        assert reasons[0] == "plugin 'absent' (absent:register) cannot be loaded: ImportError: no module named 'absent'"
+        assert "plugin 'constant'" in reasons[1] and "neither a function nor a module" in reasons[1]
+        assert "plugin 'taken'" in reasons[2] and "index='sketch' is taken" in reasons[2]
+    assert resolve(KVSpec(index="mine"), SHAPE).index == "mine"
+    with pytest.raises(ValueError, match="plugin 'absent'"):
+        preset("yours")
+    assert preset("turbo") == PRESETS["turbo"]
+
+
+def test_an_installed_package_is_found(tmp_path: Path) -> None:
+    (tmp_path / "my_policies.py").write_text(
+        "from shadowkv.kvcache import parts, presets\n"
+        "from shadowkv.kvcache.parts.index_plain import Recent\n"
+        "from shadowkv.kvcache.policy.spec import KVSpec\n"
+        "class Mine(Recent): pass\n"
+        "def register():\n"
+        "    parts.register('index', 'mine', Mine)\n"
+        "    presets.register('newest', KVSpec(index='mine'))\n"
+    )
+    info = tmp_path / "my_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shadowkv.plugins]\nnewest = my_policies:register\n")
+    code = "from shadowkv.kvcache.presets import preset; print(preset('newest:chunk=4'))"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    assert "index='mine'" in out and "chunk=4" in out
+
+
+def test_kinds_are_those_of_parts() -> None:
+    assert issubclass(MyKeys, KeyPart) and list(parts.KINDS) == ["keys", "index", "values"]
