@@ -55,6 +55,9 @@ class ReferenceLayer:
         self.turbo, self.rank, self.theta, self.layer, self.seed = turbo, rank, theta, layer, seed
         self.chunk, self.outliers, self.sampled = (1, 0, 0.5) if turbo else (8, 48, 0.0)
         self.codec = ROW_CODECS[values].for_axis("values")
+        self.latents: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.index: list[tuple[Tensor, ...]] = []  # landmarks, or planes of the sketch
 
     # -- the prompt --------------------------------------------------------------------------------------------------
 
@@ -74,7 +77,6 @@ class ReferenceLayer:
         tokens = (exact[..., None] * self.chunk + torch.arange(self.chunk)).flatten(1).T[..., None]  # [tokens, H, 1]
         self.static_k, self.static_v = (x.gather(0, tokens.expand(-1, -1, x.shape[2])) for x in (rope_k, v))
         self.excluded = torch.zeros(self.heads, self.sealed // self.chunk, dtype=torch.bool).scatter_(1, exact, True)
-        self.latents, self.values, self.index = [], [], []
         self.seal(k[: self.sealed], rope_k[: self.sealed], v[: self.sealed])
         return out
 
@@ -124,7 +126,7 @@ class ReferenceLayer:
             rotation = random_rotation(v.shape[2], "values")
             self.values.append(self.codec.decode(*self.codec.encode(v, rotation), rotation, v.shape[2]).to(v.dtype))
         else:
-            self.index.append(rope_k.unflatten(0, (-1, self.chunk)).mean(1))  # landmarks [chunks, H, d]
+            self.index.append((rope_k.unflatten(0, (-1, self.chunk)).mean(1),))  # landmarks [chunks, H, d]
             self.values.append(v)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class ReferenceLayer:
         tokens: the best by the index, and for `turbo` as many that are sampled, so that they stand for the rest."""
         chunks = -(-max(256, math.ceil(self.length / 64)) // self.chunk)
         if not self.turbo:  # section 4.3: the largest share that a chunk's mean key has of any head's softmax
-            landmarks = torch.cat(self.index).transpose(0, 1)  # [H, chunks, d]
+            landmarks = torch.cat([means for (means,) in self.index]).transpose(0, 1)  # [H, chunks, d]
             logits = q.unflatten(0, (self.heads, -1)) @ landmarks.mT * q.shape[1] ** -0.5
             shares = logits.masked_fill(self.excluded[:, None], -math.inf).softmax(-1).amax(1)
             selected = shares.topk(chunks).indices
