@@ -63,7 +63,9 @@ class BuildIfPossible(build_ext):
             raise RuntimeError("torch is a CPU build (python csrc/build_cuda.py builds them all the same)")
         package = Path("shadowkv" if self.inplace else self.build_lib, "" if self.inplace else "shadowkv")
         builder = runpy.run_path("csrc/build_cuda.py")
-        builder["build"](builder["ops"](), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda")
+        builder["build"](
+            list(builder["bindings"]()), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda"
+        )
 
     def build_extension(self, ext: Extension) -> None:
         try:

@@ -1,5 +1,5 @@
 """Attention with its log-sum-exp on a GPU, without scores in memory: our kernel on a Hopper
-(``csrc/kernels/attend_blocks_sm90.cuh``), PyTorch's flash attention elsewhere.
+(``csrc/kernels/attend_blocks_sm90/``), PyTorch's flash attention elsewhere.
 
 Ours takes a tile of 128 queries of a head on each multiprocessor; flash attention splits the keys where there are few
 queries.

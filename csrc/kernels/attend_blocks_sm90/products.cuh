@@ -1,7 +1,7 @@
 // Products of attention over blocks: weighted sums of values (wgmma.cuh describes the layout of factors).
 #pragma once
 
-#include "../block_products.cuh"
+#include "kernels/common/block_products.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -2,7 +2,7 @@
 // neighbouring columns, 2t and 2t + 1, from each of 16 groups of eight, in s[4 i + 2 r + e].
 #pragma once
 
-#include "../mma.cuh"
+#include "kernels/common/mma.cuh"
 
 #include <cmath>
 #include <type_traits>

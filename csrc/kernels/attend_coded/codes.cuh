@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "codecs.h"
-#include "../mma.cuh"
+#include "kernels/common/mma.cuh"
 
 namespace shadowkv {
 

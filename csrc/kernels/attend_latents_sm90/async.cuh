@@ -1,7 +1,7 @@
 // Shared memory accesses by address, and copies into it.
 #pragma once
 
-#include "../hopper.cuh"
+#include "kernels/common/hopper.cuh"
 
 namespace shadowkv {
 

@@ -2,7 +2,7 @@
 // products.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/attend_selected/fragments.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // Keys of a consumer's tile: from latents to scores.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/attend_selected/fragments.cuh"
 #include "products.cuh"
 #include "shape.cuh"
 

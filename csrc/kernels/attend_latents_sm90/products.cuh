@@ -1,7 +1,7 @@
 // Products of a warpgroup (wgmma): the first factor in registers, the second in shared memory.
 #pragma once
 
-#include "../hopper.cuh"
+#include "kernels/common/hopper.cuh"
 
 namespace shadowkv {
 

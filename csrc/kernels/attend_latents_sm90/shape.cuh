@@ -1,7 +1,7 @@
 // What attention from latents on Hopper reads and writes, how its tiles are distributed, and its shared memory.
 #pragma once
 
-#include "../attend/value_codecs.cuh"
+#include "kernels/attend_selected/value_codecs.cuh"
 #include "async.cuh"
 
 #include <cuda_bf16.h>

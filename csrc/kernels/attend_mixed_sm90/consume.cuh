@@ -1,7 +1,7 @@
 // The consumers: warpgroups that attend, one page each in turn.
 #pragma once
 
-#include "../attend_latents_sm90/keys.cuh"
+#include "kernels/attend_latents_sm90/keys.cuh"
 #include "fill.cuh"
 #include "products.cuh"
 #include "values.cuh"

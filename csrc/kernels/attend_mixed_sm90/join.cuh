@@ -2,7 +2,7 @@
 #pragma once
 
 #include "constants.h"
-#include "../merge_splits.cuh"
+#include "kernels/common/merge_splits.cuh"
 #include "values.cuh"
 
 namespace shadowkv {

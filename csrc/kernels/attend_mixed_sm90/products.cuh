@@ -1,7 +1,7 @@
 // Products of a warpgroup (wgmma) of keys with eight queries.
 #pragma once
 
-#include "../wgmma.cuh"
+#include "kernels/common/wgmma.cuh"
 
 namespace shadowkv {
 

@@ -1,7 +1,7 @@
 // What attention from mixed latents on Hopper reads, which pages belong to a block, and its shared memory.
 #pragma once
 
-#include "../attend_latents_sm90/async.cuh"
+#include "kernels/attend_latents_sm90/async.cuh"
 
 #include <cuda_bf16.h>
 

@@ -1,7 +1,7 @@
 // Values of a warp's tokens, looked up in the codebook, and their sums.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/attend_selected/fragments.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

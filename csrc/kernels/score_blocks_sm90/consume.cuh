@@ -2,7 +2,7 @@
 // exponentials, which take less time than the products of three.
 #pragma once
 
-#include "../block_products.cuh"
+#include "kernels/common/block_products.cuh"
 #include "exponentials.cuh"
 #include "shape.cuh"
 

@@ -2,7 +2,7 @@
 // warp's 16, and two neighbouring columns from each of 16 groups of eight, in s[4 i + 2 r + e].
 #pragma once
 
-#include "../mma.cuh"
+#include "kernels/common/mma.cuh"
 
 namespace shadowkv {
 

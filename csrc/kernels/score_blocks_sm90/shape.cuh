@@ -1,7 +1,7 @@
 // Inputs and outputs of scores of blocks on Hopper, how blocks are split into spans, and the shared memory.
 #pragma once
 
-#include "../block_copies.cuh"
+#include "kernels/common/block_copies.cuh"
 
 namespace shadowkv {
 

@@ -1,7 +1,7 @@
 // What both launches that select by a histogram have in common: their shared memory, and the counting of values.
 #pragma once
 
-#include "../radix_select.cuh"
+#include "radix_select.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

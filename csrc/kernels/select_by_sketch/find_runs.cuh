@@ -2,8 +2,8 @@
 #pragma once
 
 #include "constants.h"
-#include "../early_launch.cuh"
-#include "../weighted_sampling.cuh"
+#include "kernels/common/early_launch.cuh"
+#include "weighted_sampling.cuh"
 #include "count.cuh"
 
 namespace shadowkv {

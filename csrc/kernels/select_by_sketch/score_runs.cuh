@@ -1,7 +1,7 @@
 // The second launch: scores the tokens of the kept runs by all bits.
 #pragma once
 
-#include "../early_launch.cuh"
+#include "kernels/common/early_launch.cuh"
 #include "queries.cuh"
 #include "slices.cuh"
 

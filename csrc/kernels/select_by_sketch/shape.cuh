@@ -1,7 +1,7 @@
 // What the launches of a search read and write, and what each passes on in memory to the next.
 #pragma once
 
-#include "../weighted_sampling.cuh"
+#include "weighted_sampling.cuh"
 #include "sketch_rules.h"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // How the kept runs of all rows are distributed over warps.
 #pragma once
 
-#include "../radix_select.cuh"
+#include "radix_select.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

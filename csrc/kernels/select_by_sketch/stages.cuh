@@ -1,7 +1,7 @@
 // Runs on their way from pages through a warp's shared memory to its registers.
 #pragma once
 
-#include "../mma.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
