@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "page.h"
+#include "constants.h"
 
 namespace shadowkv {
 

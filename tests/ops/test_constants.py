@@ -36,7 +36,7 @@ from shadowkv.ops.sketch_queries import reference as sketch_queries
 from shadowkv.ops.whiten_rows import cuda as whiten_rows
 
 SHARED = {
-    "page.h": {"kPage": PAGE},
+    "constants.h": {"kPage": PAGE},
     "sketch_rules.h": {
         "kMostQueries": sketch_queries_cuda.GROUP,
         "kQueryPlanes": sketch_queries.PLANES,
@@ -91,9 +91,9 @@ SHARED = {
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
         "kQueries": (4, attend_mixed.MAX_GROUP),
     },
-    "kernels/common/block_copies.cuh": {"kBlock": select_blocks.BLOCK},
+    "kernels/common/row_blocks.cuh": {"kBlock": select_blocks.BLOCK},
     "kernels/fetch_chunks/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},
-    "kernels/score_blocks_sm90/shape.cuh": {
+    "kernels/score_blocks_sm90/score_blocks_sm90.cuh": {
         "kSampled": select_blocks.SAMPLED,
         "kRows": select_blocks_cuda.MOST_ROWS,
     },
@@ -210,7 +210,7 @@ def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) ->
         "#include <cstdint>\nstruct uint2 { uint32_t x, y; };\n"
         f"namespace chunks {{ {declared('select_top_chunks/select_top_chunks.cuh', 'SelectShared')} }}\n"
         f"namespace runs {{ {declared('select_by_sketch/radix_select.cuh', 'RadixShared')} }}\n"
-        f"namespace runs {{ {declared('select_by_sketch/count.cuh', 'LargestMemory')} }}\n"
+        f"namespace runs {{ {declared('select_by_sketch/selections.cuh', 'LargestMemory')} }}\n"
         'extern "C" int of_chunks() { return sizeof(chunks::SelectShared); }\n'
         'extern "C" int of_runs(int groups) {\n'
         "  return sizeof(runs::RadixShared) + 16 + runs::LargestMemory(groups, true, 0).bytes();\n}\n"
@@ -222,7 +222,7 @@ def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) ->
 
 
 def test_random_numbers_are_the_same_hash() -> None:
-    names = ("weighted_sampling", "shape", "choose_chunks")
+    names = ("weighted_sampling", "shape", "selections")
     kernels = "".join((CSRC / f"kernels/select_by_sketch/{name}.cuh").read_text() for name in names)
     factors = set(re.findall(r"0x[\da-f]{8}\b", Path(sampling.__file__).read_text().lower())) - {hex(sampling.WORD)}
     assert len(factors) == 4 and all(factor in kernels for factor in factors)

@@ -3,12 +3,13 @@
 //
 // One thread block per multiprocessor takes one tile of 128 queries of a head after another. One warp copies queries,
 // keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each (consume.cuh). Each
-// issues the products of the next block's scores and of this block's values together (products.cuh), and computes the
-// next block's softmax (softmax.cuh) during the latter and during the other warpgroup's products.
+// issues the products of the next block's scores and of this block's values together, and computes the next block's
+// softmax (softmax.cuh) during the latter and during the other warpgroup's products.
 #pragma once
 
 #include "consume.cuh"
 #include "fetch.cuh"
+#include "kernels/common/memory.cuh"
 
 namespace shadowkv {
 

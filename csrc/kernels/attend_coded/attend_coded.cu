@@ -1,11 +1,11 @@
 // Attention over all coded tokens for PyTorch: checks its arguments and launches on the current stream.
 #include "attend_coded.cuh"
 
-#include "codecs.h"
 #include "block_products.cuh"
+#include "codecs.h"
+#include "kernels/common/checks.h"
 #include "levels.cuh"
 #include "step_products.cuh"
-#include "kernels/common/checks.h"
 
 namespace shadowkv {
 namespace {

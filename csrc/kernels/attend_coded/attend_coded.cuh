@@ -27,10 +27,10 @@
 
 #include <type_traits>
 
-#include "mean.cuh"
-#include "sums.cuh"
 #include "constants.h"
 #include "kernels/common/merge_splits.cuh"
+#include "mean.cuh"
+#include "sums.cuh"
 
 namespace shadowkv {
 

@@ -18,6 +18,8 @@
 #include <utility>
 
 #include "codecs.h"
+#include "constants.h"
+#include "kernels/common/memory.cuh"
 #include "kernels/common/mma.cuh"
 
 namespace shadowkv {

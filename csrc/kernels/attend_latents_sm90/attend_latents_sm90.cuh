@@ -1,8 +1,7 @@
 // Attention of one query per sequence over selected tokens, from latents of 8 and 4 bits and coded values, for Hopper:
 // keys are rebuilt by warpgroup products (wgmma), whose second factor, the basis, is read from shared memory without
 // passing through registers. Each warp then applies RoPE, scores and weighs its own 16 of 64 tokens, in the fragments
-// that the product left, and adds their values to its own sums (attend_selected/fragments.cuh and value_codecs.cuh have
-// the arithmetic).
+// that the product left, and adds their values to its own sums (attend_selected/value_codecs.cuh has the arithmetic).
 //
 // One block per multiprocessor. One warp finds tokens, one copies tiles of them, two prepare the basis of the next
 // unit; the other warpgroups are consumers, each with its own tiles. The tiles of all units (sequence and kv head) form
@@ -20,8 +19,8 @@
 #include "consume.cuh"
 #include "copy.cuh"
 #include "find.cuh"
-#include "merge.cuh"
 #include "kernels/common/early_launch.cuh"
+#include "merge.cuh"
 
 namespace shadowkv {
 

@@ -2,8 +2,8 @@
 // arguments and launches on the current stream.
 #pragma once
 
-#include "kernels/attend_selected/arguments.h"
 #include "attend_latents_sm90.cuh"
+#include "kernels/attend_selected/arguments.h"
 
 #include <algorithm>
 #include <string>

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "constants.h"
-#include "kernels/common/early_launch.cuh"
 #include "fill.cuh"
+#include "kernels/common/early_launch.cuh"
+#include "kernels/common/half_keys.cuh"
 #include "keys.cuh"
 #include "values.cuh"
 

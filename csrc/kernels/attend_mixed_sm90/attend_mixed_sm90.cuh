@@ -14,8 +14,8 @@
 #include "consume.cuh"
 #include "fill.cuh"
 #include "join.cuh"
-#include "produce.cuh"
 #include "kernels/common/merge_splits.cuh"
+#include "produce.cuh"
 
 namespace shadowkv {
 

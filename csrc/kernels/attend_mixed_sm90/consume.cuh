@@ -1,9 +1,9 @@
 // The consumers: warpgroups that attend, one page each in turn.
 #pragma once
 
-#include "kernels/attend_latents_sm90/keys.cuh"
 #include "fill.cuh"
-#include "products.cuh"
+#include "kernels/common/half_keys.cuh"
+#include "kernels/common/wgmma.cuh"
 #include "values.cuh"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // Values of a warp's tokens, looked up in the codebook, and their sums.
 #pragma once
 
-#include "kernels/attend_selected/fragments.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "codecs.h"
-#include "fragments.cuh"
+#include "kernels/common/mma.cuh"
 
 namespace shadowkv {
 

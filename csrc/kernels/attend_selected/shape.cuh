@@ -1,7 +1,9 @@
 // What attention over selected chunks reads and writes, and its layout in shared memory.
 #pragma once
 
-#include "fragments.cuh"
+#include "constants.h"
+#include "kernels/common/memory.cuh"
+#include "kernels/common/mma.cuh"
 #include "key_codecs.cuh"
 #include "value_codecs.cuh"
 

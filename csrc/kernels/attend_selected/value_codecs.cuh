@@ -13,7 +13,8 @@
 #pragma once
 
 #include "codecs.h"
-#include "fragments.cuh"
+#include "kernels/common/memory.cuh"
+#include "kernels/common/mma.cuh"
 
 namespace shadowkv {
 

@@ -2,9 +2,9 @@
 // shared memory (TMA), and what warpgroup products (wgmma) need around them.
 #pragma once
 
-#include "mma.cuh"
-
 #include <cuda.h>
+
+#include <cstdint>
 
 namespace shadowkv {
 

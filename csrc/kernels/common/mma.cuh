@@ -1,13 +1,12 @@
-// Tensor-core and memory primitives shared by the kernels. Fragment layouts are PTX's (ISA, "Matrix fragments for
-// mma"): lane = 4 g + t, with the row or column g = lane / 4 and the place within a quad t = lane % 4.
+// Products of tensor cores by warps (mma), and arithmetic on their fragments. Layouts of fragments are PTX's (ISA,
+// "Matrix fragments for mma"): lane = 4 g + t, with the row or column g = lane / 4 and the place within a quad
+// t = lane % 4.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
-
-#include "page.h"
 
 namespace shadowkv {
 
@@ -76,44 +75,6 @@ __device__ __forceinline__ float max_or_nan(float x, float y) {
   return z;
 }
 
-// Loads of data that is read once, without allocation in the L1 cache.
-__device__ __forceinline__ uint4 load_streamed16(const void* p) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p));
-  return x;
-}
-
-__device__ __forceinline__ uint2 load_streamed8(const void* p) {
-  uint2 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-  return x;
-}
-
-// The same if all of a 128-byte line is needed, by any lanes: the L2 cache then fetches it at once. Rows of 192 bytes,
-// 64 at a time: 4.5 TB/s on an H200, 3.8 without.
-__device__ __forceinline__ uint4 load_line16(const void* p) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p));
-  return x;
-}
-
-__device__ __forceinline__ uint2 load_line8(const void* p) {
-  uint2 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-  return x;
-}
-
-// The same for 4 bytes.
-__device__ __forceinline__ uint32_t load_line4(const void* p) {
-  uint32_t x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(p));
-  return x;
-}
-
 // Two floats as bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t x;
@@ -128,60 +89,12 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return x;
 }
 
-// Shared-memory addresses for the instructions below.
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Starts a copy of 16 bytes from global to shared memory; if `wanted` is false, writes zeros and reads nothing.
-__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, bool wanted = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-
-// The same with an equal offset on both sides, which is part of the instruction.
-template <int kBytes>
-__device__ __forceinline__ void copy16_async_at(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
-}
-
-// The same for 8 bytes.
-__device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
-// The same for 4 bytes.
-__device__ __forceinline__ void copy4_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 // The bits of x where the mask has ones, those of y elsewhere: one instruction.
 template <uint32_t kMask>
 __device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(z) : "n"(kMask), "r"(x), "r"(y));
   return z;
-}
-
-__device__ __forceinline__ void close_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most kLeft of this thread's most recent copy groups are in flight.
-template <int kLeft>
-__device__ __forceinline__ void wait_copy_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
-// Four 8 x 8 matrices of bf16: lanes 8 i .. 8 i + 7 give the addresses of the rows of matrix i; x[i] gets (g, 2t..).
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(row));
-}
-
-// The same for the transposed matrices: x[i] gets rows 2t, 2t + 1 of column g.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(row));
 }
 
 // Same as mma_bf16, for half.
@@ -197,6 +110,41 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// Over the eight lanes with the same place in their quads, which hold the rows of a fragment.
+__device__ __forceinline__ float rows_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
+}
+
+__device__ __forceinline__ float rows_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 4);
+  x += __shfl_xor_sync(~0u, x, 8);
+  return x + __shfl_xor_sync(~0u, x, 16);
+}
+
+// Two bf16 as floats.
+__device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+__device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); }
+
+// (x & mask) | set in one instruction, which the compiler does not generate by itself.
+template <uint32_t kMask, uint32_t kSet>
+__device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "n"(kMask), "n"(kSet));
+  return y;
+}
+
+// Rotates x and y by one angle, as RoPE does: (x, y) to (x cos - y sin, y cos + x sin), of two dimensions each.
+__device__ __forceinline__ void rotate_by_angle(__half2& x, __half2& y, __half2 cosine, __half2 sine) {
+  const __half2 old = x;
+  x = __hfma2(x, cosine, __hneg2(__hmul2(y, sine)));
+  y = __hfma2(y, cosine, __hmul2(old, sine));
 }
 
 } // namespace shadowkv

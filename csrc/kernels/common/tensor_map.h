@@ -2,7 +2,7 @@
 #pragma once
 
 #include "checks.h"
-#include "block_copies.cuh"
+#include "row_blocks.cuh"
 
 #include <cstdint>
 

@@ -5,6 +5,8 @@
 // tiles, which determines `end` and `begin`.
 #pragma once
 
+#include "constants.h"
+#include "kernels/common/memory.cuh"
 #include "kernels/common/mma.cuh"
 
 namespace shadowkv {

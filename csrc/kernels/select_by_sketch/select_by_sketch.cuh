@@ -9,9 +9,8 @@
 
 #include <algorithm>
 
-#include "choose_chunks.cuh"
-#include "find_runs.cuh"
 #include "score_runs.cuh"
+#include "selections.cuh"
 
 namespace shadowkv {
 

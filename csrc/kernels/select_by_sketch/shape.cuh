@@ -1,8 +1,8 @@
 // What the launches of a search read and write, and what each passes on in memory to the next.
 #pragma once
 
-#include "weighted_sampling.cuh"
 #include "sketch_rules.h"
+#include "weighted_sampling.cuh"
 
 namespace shadowkv {
 

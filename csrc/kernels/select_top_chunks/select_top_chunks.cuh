@@ -6,7 +6,7 @@
 
 #include <cfloat>
 
-#include "kernels/common/mma.cuh"
+#include "kernels/common/memory.cuh"
 
 namespace shadowkv {
 

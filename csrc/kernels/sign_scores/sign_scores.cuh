@@ -11,6 +11,7 @@
 #include <cfloat>
 
 #include "kernels/common/early_launch.cuh"
+#include "kernels/common/memory.cuh"
 #include "kernels/common/mma.cuh"
 #include "sketch_rules.h"
 

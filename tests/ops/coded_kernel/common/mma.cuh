@@ -1,10 +1,9 @@
 // What the kernel of attention over coded tokens needs of mma.cuh, for threads that take turns (cuda_runtime.h beside
-// this). Copies are there at once, and fragments are PTX's: lane = 4 g + t.
+// this). Fragments are PTX's: lane = 4 g + t.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "page.h"
 #include "permute.h"
 
 using __half = _Float16;
@@ -24,8 +23,6 @@ inline float __fdividef(float x, float y) { return x / y; }
 
 namespace shadowkv {
 
-alignas(128) constinit thread_local unsigned char coded_memory[1 << 16] = {};
-
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float max_or_nan(float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::max(x, y); }
 inline __half2 half2_of(uint32_t x) {
@@ -33,19 +30,6 @@ inline __half2 half2_of(uint32_t x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
-
-inline uint32_t shared_address(const void* p) {
-  return uint32_t(static_cast<const unsigned char*>(p) - coded_memory);
-}
-template <int kBytes>
-void copy16_async_at(uint32_t to, const void* from) {
-  std::memcpy(coded_memory + to + kBytes, static_cast<const char*>(from) + kBytes, 16);
-}
-inline void copy8_async(uint32_t to, const void* from) { std::memcpy(coded_memory + to, from, 8); }
-inline void copy4_async(uint32_t to, const void* from) { std::memcpy(coded_memory + to, from, 4); }
-inline void close_copy_group() {}
-template <int>
-void wait_copy_groups() {}
 
 struct Fragments {
   uint32_t a[4], b[2];
@@ -83,7 +67,6 @@ inline void mma_u8u8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b
 }
 
 // Of mean keys, which no test has here.
-void load_matrices(uint32_t (&x)[4], uint32_t row);
 void mma_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
 } // namespace shadowkv
