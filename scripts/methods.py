@@ -43,7 +43,7 @@ METHODS = (
         "exact pages (`full`)",
         (*_parts("keys_dense", "values_dense", "index_none"), "kvcache/decode.py"),
         ("append_block", "append_tokens", "paged_attention", "merge_attention", "write_rows"),
-        ("cpu/paged_attention.h", "kernels/paged_attention"),
+        ("cpu/attention/paged_attention.h", "kernels/paged_attention"),
         ("kvcache/test_exactness.py", "ops/test_attention_ops.py"),
     ),
     Method(
@@ -71,7 +71,7 @@ METHODS = (
         "attention to selected chunks",
         ("kvcache/decode.py", "kvcache/selected_scores.py"),
         ("attend_selected",),
-        ("cpu/attend_selected.h", "kernels/attend_selected", "kernels/attend_latents_sm90"),
+        ("cpu/attention/attend_selected.h", "kernels/attend_selected", "kernels/attend_latents_sm90"),
         ("ops/test_attend_selected.py", "kvcache/test_policies.py"),
     ),
     Method(
@@ -92,7 +92,7 @@ METHODS = (
         "key sketch (`turbo`)",
         _parts("index_sketch"),
         ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch"),
-        ("sketch_rules.h", "cpu/sketch.h")
+        ("sketch_rules.h", "cpu/sketch")
         + ("kernels/sketch_queries", "kernels/sign_scores", "kernels/select_by_sketch"),
         ("ops/test_sketch.py", "kvcache/test_sketch_maps.py"),
     ),
@@ -100,7 +100,7 @@ METHODS = (
         "sampled budget (`turbo`)",
         ("ops/sampling.py",),
         ("select_by_sketch",),
-        ("cpu/sketch.h", "kernels/select_by_sketch/weighted_sampling.cuh"),
+        ("cpu/sketch", "kernels/select_by_sketch/weighted_sampling.cuh"),
         ("ops/test_sketch_sampling.py", "kvcache/test_sampled.py"),
     ),
     Method(
@@ -116,7 +116,12 @@ METHODS = (
         "rows of levels (TurboQuant, PolarQuant)",
         (*_parts("coded"), *_codecs("rotated", "lloyd", "tables", "packing")),
         ("quantise_rows", "attend_coded", "rebuild_rows"),
-        ("codecs.h", "cpu/row_codecs.inc.h", "kernels/attend_selected/value_codecs.cuh", "kernels/attend_coded"),
+        (
+            "codecs.h",
+            "cpu/attention/row_codecs.inc.h",
+            "kernels/attend_selected/value_codecs.cuh",
+            "kernels/attend_coded",
+        ),
         (
             "kvcache/test_lloyd_rows.py",
             "ops/test_attend_coded.py",
@@ -182,7 +187,7 @@ METHODS = (
         "weights in GGUF's blocks",
         ("layers/block_linear.py", "layers/block_matrix.py"),
         ("quantised_matmul", "dequantise_blocks"),
-        ("cpu/quantised_matmul.h",),
+        ("cpu/quantised_matmul",),
         ("ops/test_quantised_blocks.py", "models/test_gguf_blocks.py"),
     ),
     Method(

@@ -67,7 +67,7 @@ SHARED = {
         "kLatentInt8": CodecId.LATENT_INT8,
         "kLatentInt4": CodecId.LATENT_INT4,
     },
-    "cpu/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
+    "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
     "kernels/attend_selected/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.MAX_GROUP,
@@ -229,7 +229,7 @@ def test_random_numbers_are_the_same_hash() -> None:
 
 
 def test_blocks_of_quantised_numbers_have_the_same_sizes_in_python() -> None:
-    text = (CSRC / "cpu/quantised_matmul.h").read_text()
+    text = (CSRC / "cpu/quantised_matmul/quantised_matmul.h").read_text()
     sizes = {name: (int(values), int(bytes_)) for name, values, bytes_ in re.findall(r'"(\w+)", (\d+), (\d+)}', text)}
     assert sizes == {name: (form.values, form.bytes) for name, form in FORMATS.items()}
 

@@ -1,6 +1,5 @@
 // The kernel of products with quantised matrices, included once per instruction set (instruction_sets.inc.h).
 
-#include "vectors.inc.h"
 #include "block_formats.inc.h"
 
 // The first `count` numbers from a block on.

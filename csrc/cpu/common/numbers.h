@@ -1,4 +1,5 @@
-// The 16 bits of a float16, and their conversion to and from float.
+// Numbers as they are stored, and their conversion to and from float: 16-bit floats, and numbers in memory whose dtype
+// is known at run time.
 
 #pragma once
 
@@ -7,6 +8,30 @@
 
 namespace shadowkv {
 
+// The 16 bits of a bfloat16.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline void from_float(float x, float& result) { result = x; }
+
+// Rounds to nearest, ties to even. NaN stays NaN: rounding could carry its mantissa away.
+inline void from_float(float x, BFloat16& result) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  result.bits = static_cast<uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// The 16 bits of a float16.
 struct Float16 {
   uint16_t bits;
 };
@@ -41,5 +66,15 @@ inline Float16 to_float16(float x) {
   }
   return {static_cast<uint16_t>(sign | result)};
 }
+
+inline float to_float(int8_t x) { return x; }
+
+// Numbers in memory.
+enum class Dtype { float32, bfloat16, int8, uint8 };
+
+struct Numbers {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::float32;
+};
 
 }  // namespace shadowkv

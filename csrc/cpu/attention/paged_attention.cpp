@@ -4,13 +4,13 @@
 #include <cmath>
 #include <limits>
 
-#include "../constants.h"
-#include "instruction_set.h"
+#include "constants.h"
+#include "cpu/common/instruction_set.h"
 
 namespace shadowkv {
 
-#define SHADOWKV_KERNEL "attend_pages.inc.h"
-#include "instruction_sets.inc.h"
+#define SHADOWKV_KERNEL "cpu/attention/attend_pages.inc.h"
+#include "cpu/common/instruction_sets.inc.h"
 
 namespace {
 

@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../cpu/instruction_set.h"
-#include "../cpu/paged_attention.h"
-#include "cpu_common.h"
+#include "cpu/common/binding.h"
+#include "cpu/common/instruction_set.h"
+#include "paged_attention.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <optional>
 #include <tuple>
 
-#include "../cpu/sketch.h"
-#include "cpu_common.h"
+#include "cpu/common/binding.h"
+#include "sketch.h"
 
 namespace {
 

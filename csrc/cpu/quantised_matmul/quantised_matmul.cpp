@@ -1,11 +1,11 @@
 #include "quantised_matmul.h"
 
-#include "instruction_set.h"
+#include "cpu/common/instruction_set.h"
 
 namespace shadowkv {
 
-#define SHADOWKV_KERNEL "multiply_blocks.inc.h"
-#include "instruction_sets.inc.h"
+#define SHADOWKV_KERNEL "cpu/quantised_matmul/multiply_blocks.inc.h"
+#include "cpu/common/instruction_sets.inc.h"
 
 namespace {
 

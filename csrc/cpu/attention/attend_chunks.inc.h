@@ -1,21 +1,6 @@
 // The kernel of attention over selected chunks, included once per instruction set (instruction_sets.inc.h).
 
 #include "attention_tile.inc.h"
-
-template <typename T>
-static void read(const T* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
-}
-
-static void read(const Numbers& from, int64_t offset, int64_t count, float* to) {
-  switch (from.dtype) {
-    case Dtype::float32: return read(static_cast<const float*>(from.data) + offset, count, to);
-    case Dtype::bfloat16: return read(static_cast<const BFloat16*>(from.data) + offset, count, to);
-    case Dtype::int8: return read(static_cast<const int8_t*>(from.data) + offset, count, to);
-    case Dtype::uint8: return;  // codes, which are not numbers
-  }
-}
-
 #include "row_codecs.inc.h"
 
 static void apply_rope(const SelectedForm& form, int64_t position, float* key) {

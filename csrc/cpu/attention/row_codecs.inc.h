@@ -1,5 +1,20 @@
-// Codecs of rows and latents, included once per instruction set (instruction_sets.inc.h). A functor of rows decodes one
-// row in its own order, in which dimension `dimension_of(at)` is at `at`.
+// Stored numbers as floats: plain ones, coded rows and latents; included once per instruction set
+// (instruction_sets.inc.h). A functor of rows decodes one row in its own order, in which dimension `dimension_of(at)`
+// is at `at`.
+
+template <typename T>
+static void read(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
+}
+
+static void read(const Numbers& from, int64_t offset, int64_t count, float* to) {
+  switch (from.dtype) {
+    case Dtype::float32: return read(static_cast<const float*>(from.data) + offset, count, to);
+    case Dtype::bfloat16: return read(static_cast<const BFloat16*>(from.data) + offset, count, to);
+    case Dtype::int8: return read(static_cast<const int8_t*>(from.data) + offset, count, to);
+    case Dtype::uint8: return;  // codes, which are not numbers
+  }
+}
 
 constexpr int BLOCK = 8;  // bytes of codes that are decoded together, a divisor of the bytes of a row
 

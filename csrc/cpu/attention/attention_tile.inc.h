@@ -1,6 +1,6 @@
 // What the attention kernels share, included once per instruction set (instruction_sets.inc.h).
 
-#include "vectors.inc.h"
+#include "cpu/common/vectors.inc.h"
 
 constexpr int KEYS = 4;  // keys that share a register tile
 constexpr int SPAN = 4;  // vectors of a value row that share a register tile

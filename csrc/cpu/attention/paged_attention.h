@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention_tile.h"
-#include "bfloat16.h"
+#include "cpu/common/numbers.h"
 
 namespace shadowkv {
 

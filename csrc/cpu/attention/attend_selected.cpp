@@ -5,13 +5,13 @@
 #include <limits>
 #include <utility>
 
-#include "../constants.h"
-#include "instruction_set.h"
+#include "constants.h"
+#include "cpu/common/instruction_set.h"
 
 namespace shadowkv {
 
-#define SHADOWKV_KERNEL "attend_chunks.inc.h"
-#include "instruction_sets.inc.h"
+#define SHADOWKV_KERNEL "cpu/attention/attend_chunks.inc.h"
+#include "cpu/common/instruction_sets.inc.h"
 
 int64_t row_width(int64_t codec, int64_t dim, int64_t stored) {
   switch (codec) {

@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-#include "../constants.h"
+#include "constants.h"
 
 namespace shadowkv {
 
@@ -20,7 +20,7 @@ int bin_of(Float16 x) {
   return (bits & 0x8000 ? static_cast<uint16_t>(~bits) : bits | 0x8000) >> 5;
 }
 
-float decode_scale(uint8_t code) { return to_float({static_cast<uint16_t>(code << kScaleShift)}); }
+float decode_scale(uint8_t code) { return to_float(Float16{static_cast<uint16_t>(code << kScaleShift)}); }
 
 bool is_nothing(Float16 x) { return x.bits == 0xfc00; }
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <string_view>
 
-#include "../cpu/quantised_matmul.h"
-#include "cpu_common.h"
+#include "cpu/common/binding.h"
+#include "quantised_matmul.h"
 
 namespace {
 

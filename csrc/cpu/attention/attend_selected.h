@@ -6,10 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "../codecs.h"
 #include "attention_tile.h"
-#include "float16.h"
-#include "numbers.h"
+#include "codecs.h"
+#include "cpu/common/numbers.h"
 
 namespace shadowkv {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../sketch_rules.h"
-#include "float16.h"
+#include "cpu/common/numbers.h"
+#include "sketch_rules.h"
 
 namespace shadowkv {
 

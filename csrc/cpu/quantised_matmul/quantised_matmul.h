@@ -8,8 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "bfloat16.h"
-#include "float16.h"
+#include "cpu/common/numbers.h"
 
 namespace shadowkv {
 

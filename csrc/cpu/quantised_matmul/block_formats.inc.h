@@ -1,6 +1,8 @@
 // Blocks of quantised numbers as floats, included once per instruction set (instruction_sets.inc.h). Results are exact
 // but for the addition of a minimum.
 
+#include "cpu/common/vectors.inc.h"
+
 #if defined(__clang__) || SHADOWKV_LANES == 4
 
 typedef uint8_t Bytes __attribute__((vector_size(SHADOWKV_LANES)));

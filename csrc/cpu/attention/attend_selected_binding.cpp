@@ -11,9 +11,9 @@
 #include <string>
 #include <tuple>
 
-#include "../constants.h"
-#include "../cpu/attend_selected.h"
-#include "cpu_common.h"
+#include "attend_selected.h"
+#include "constants.h"
+#include "cpu/common/binding.h"
 
 namespace {
 
