@@ -48,12 +48,12 @@ Chosen largest(const std::vector<float>& values, int64_t count) {
 
 // Selection of the largest and of a sample of the others: `systematic_sample` of the PyTorch reference.
 Chosen systematic_sample(
-    const std::vector<Float16>& values, int64_t top_k, int64_t wanted, float factor, uint32_t random) {
+    const std::vector<Float16>& values, int64_t top_k, int64_t to_select, float factor, uint32_t random) {
   const int64_t n = static_cast<int64_t>(values.size());
   Chosen chosen{std::vector<uint8_t>(n), std::vector<int64_t>(n)};
-  while (chosen.bits < kMostChanceBits && std::max<int64_t>(wanted, 1) < int64_t{1} << (30 - chosen.bits))
+  while (chosen.bits < kMostChanceBits && std::max<int64_t>(to_select, 1) < int64_t{1} << (30 - chosen.bits))
     ++chosen.bits;
-  const int64_t one = int64_t{1} << chosen.bits;
+  const int64_t certain = int64_t{1} << chosen.bits;
 
   int32_t counts[BINS] = {};
   for (const Float16 x : values) ++counts[bin_of(x)];
@@ -65,7 +65,7 @@ Chosen systematic_sample(
   for (int64_t i = 0; i < n; ++i) {
     if (is_nothing(values[i])) continue;
     if (bin_of(values[i]) >= edge_bin) {
-      chosen.chance[i] = one;
+      chosen.chance[i] = certain;
       ++num_top;
     } else {
       edge = std::max(edge, to_float(values[i]));
@@ -78,12 +78,12 @@ Chosen systematic_sample(
     weight[i] = std::exp2(factor * (to_float(values[i]) - edge));
     total += weight[i];
   }
-  const float scale = total > 0 ? kCaution * static_cast<float>((wanted - num_top) << chosen.bits) / total : 0;
+  const float scale = total > 0 ? kCaution * static_cast<float>((to_select - num_top) << chosen.bits) / total : 0;
   int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
   for (int64_t i = 0; i < n; ++i) {
     // NaN, from a query that is not finite, counts as 0: max returns its first argument.
     if (!chosen.chance[i])
-      chosen.chance[i] = std::llrint(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(one)));
+      chosen.chance[i] = std::llrint(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(certain)));
     const int64_t after = before + chosen.chance[i];
     chosen.some[i] = after >> chosen.bits != before >> chosen.bits;
     before = after;
@@ -155,10 +155,10 @@ void score_runs(
     const uint8_t* signs = planes.signs + pages[page] * planes.signs_page;
     const uint8_t* scale = planes.scale + pages[page] * planes.scale_page;
     for (int64_t run = 0; run < kPage; run += kRun) {
-      float most = NOTHING;
+      float highest = NOTHING;
       for (int64_t token = run; token < run + kRun; ++token)
-        most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * decode_scale(scale[token]));
-      *best++ = to_float16(std::clamp(most, -kLargestHalf, kLargestHalf));
+        highest = std::max(highest, scorer.with_signs(signs + token * planes.signs_row) * decode_scale(scale[token]));
+      *best++ = to_float16(std::clamp(highest, -kLargestHalf, kLargestHalf));
     }
   }
 }
@@ -192,14 +192,14 @@ void select_chunks(
     const uint8_t* scale = planes.scale + page * planes.scale_page + first;
     const float weight = -kept.log_chance(run);
     for (int64_t chunk = 0; chunk < per_run; ++chunk) {
-      float most = NOTHING;
+      float highest = NOTHING;
       for (int64_t token = chunk * in.chunk; token < (chunk + 1) * in.chunk; ++token) {
         if (scale[token] == kExcluded) continue;
         const float product = scorer.with_both(signs + token * planes.signs_row, rest + token * planes.rest_row);
-        most = std::max(most, product * decode_scale(scale[token]));
+        highest = std::max(highest, product * decode_scale(scale[token]));
       }
       numbers.push_back(run * per_run + chunk);
-      scores.push_back(most);
+      scores.push_back(highest);
       weights.push_back(weight);
     }
   }

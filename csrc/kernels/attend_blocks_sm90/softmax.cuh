@@ -37,11 +37,11 @@ struct RunningSoftmax {
     bool rises = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float& most = high[r][0];
-      most = fmaxf(most, high[r][1]);
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + raise, peak[r]);
-      rises |= (most - peak[r]) * scale > kSlack;
+      float& highest = high[r][0];
+      highest = fmaxf(highest, high[r][1]);
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(fmaxf(highest, __shfl_xor_sync(~0u, highest, 2)) + raise, peak[r]);
+      rises |= (highest - peak[r]) * scale > kSlack;
     }
     rises = __any_sync(~0u, rises);
     if (rises) {

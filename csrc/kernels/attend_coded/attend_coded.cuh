@@ -11,8 +11,8 @@
 // at a time. A warp has room for one page of keys and one of values in shared memory. The next page's keys are in
 // flight while its values are used, and the next values while those keys are used.
 //
-// Formats are pairs of structs, a page of keys and one of values as laid out in shared memory (levels.cuh, step_products.cuh,
-// block_products.cuh). Both have
+// Formats are pairs of structs, a page of keys and one of values as laid out in shared memory (levels.cuh,
+// step_products.cuh, block_products.cuh). Both have
 //   kStoredRow, kScales, Scale  bytes of a token's codes, number of scales stored with them, and type of a scale
 //   copy      starts a warp's copy of a page
 // Keys also have
@@ -118,9 +118,9 @@ __device__ __forceinline__ void join_coded_warps(
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       // Without tokens a sum is 0, otherwise at least 1, or NaN, which must propagate.
-      const CodedResults& found = shared.warp[w].results;
-      const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
-      total += weight * found.sum[query], y += weight * found.out[query][dim];
+      const CodedResults& of_warp = shared.warp[w].results;
+      const float weight = of_warp.sum[query] == 0.0f ? 0.0f : exp2_fast(of_warp.peak[query] - top);
+      total += weight * of_warp.sum[query], y += weight * of_warp.out[query][dim];
     }
     y = total == 0.0f ? 0.0f : y / total;
     const float log_sum = top + log2f(total);
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   const auto names_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
   uint32_t names = names_of(page);
   // One copy group each, empty past the last page.
-  const auto copy = [&](auto& to, const CodedPages& from, int place, bool wanted) {
-    if (wanted) {
+  const auto copy = [&](auto& to, const CodedPages& from, int place, bool exists) {
+    if (exists) {
       const uint32_t name = __shfl_sync(~0u, names, place), scale_name = __shfl_sync(~0u, names, place + 1);
       copy_coded_page(to, from, name, scale_name, head, lane);
     }

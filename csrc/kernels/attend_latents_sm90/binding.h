@@ -81,10 +81,10 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
       launch(rank, call, current_stream(q));
       return true;
     };
-    const bool found = (launched.template operator()<Values>() || ...);
+    const bool has_kernel = (launched.template operator()<Values>() || ...);
     std::string known;
     ((known += (known.empty() ? "" : ", ") + std::to_string(Values::kId)), ...);
-    STD_TORCH_CHECK(found, "attend_latents_sm90 has values in codecs ", known, ", not ", value_codec);
+    STD_TORCH_CHECK(has_kernel, "attend_latents_sm90 has values in codecs ", known, ", not ", value_codec);
   }
 
  private:

@@ -43,10 +43,10 @@ void with_attend_shape(int64_t dim, int64_t rank, const Use& use) {
 // Calls use.operator()<Codecs>() with the pair that has these ids.
 template <class... Known, class Use>
 void with_codecs(int64_t key_codec, int64_t value_codec, const Use& use) {
-  const bool found =
+  const bool has_kernel =
       ((Known::Key::kId == key_codec && Known::Value::kId == value_codec &&
         (use.template operator()<Known>(), true)) || ...);
-  if (found) return;
+  if (has_kernel) return;
   std::string known;
   const auto name = [&]<class C>() {
     known += (known.empty() ? "" : ", ") + std::to_string(C::Key::kId) + " with " + std::to_string(C::Value::kId);

@@ -51,21 +51,21 @@ struct TileWalk {
     if (lane < kTokens) {
       // A missing token uses the key of some row, which is masked, and the codes of some row, with scale zero.
       const int row = position & (kPage - 1);
-      const bool there = key_page >= 0;
+      const bool exists = key_page >= 0;
       to.key_rows[lane] =
-          there ? in.keys + key_page * in.key_page + (Shape::kLow ? row : head * kPage + row) * in.key_bytes
+          exists ? in.keys + key_page * in.key_page + (Shape::kLow ? row : head * kPage + row) * in.key_bytes
                 : in.keys;
       const int value_row = buffered ? within : head * kPage + row;
       to.value_rows[lane] =
-          there ? in.values + value_page * in.value_page + value_row * Shape::Value::row_bytes(Shape::kDim)
+          exists ? in.values + value_page * in.value_page + value_row * Shape::Value::row_bytes(Shape::kDim)
           : Shape::kCodes ? in.values
                           : nullptr;
-      to.positions[lane] = there ? position + first : 0;
+      to.positions[lane] = exists ? position + first : 0;
       if constexpr (Shape::kCodes) {
 #pragma unroll
         for (int i = 0; i < Shape::kScales; ++i) {
           scale[i] = __half(0.f);
-          if (there)
+          if (exists)
             scale[i] = *reinterpret_cast<const __half*>(
                 in.scale + key_page * in.scale_page + ((head * kPage + row) * Shape::kScales + i) * 2);
         }

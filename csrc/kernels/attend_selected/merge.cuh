@@ -75,7 +75,7 @@ __device__ __forceinline__ void join_warps(
     states[warp * kAttendQueries + 2 * t + g] =
         g == 0 ? make_float2(sums.top[0], sums.sum[0]) : make_float2(sums.top[1], sums.sum[1]);
   __syncthreads();
-  const bool whole = in.splits == 1;
+  const bool only_split = in.splits == 1;
   const int64_t unit = int64_t(batch) * in.heads + head;
   for (int i = threadIdx.x; i < kAttendQueries * (kDim / 4); i += kAttendWarps * 32) {
     const int query = i / (kDim / 4), at = i % (kDim / 4) * 4;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void join_warps(
       total += state[w].y * share;
       x[0] += part.x * share, x[1] += part.y * share, x[2] += part.z * share, x[3] += part.w * share;
     }
-    if (whole) {
+    if (only_split) {
       const float scale = query < in.group && total > 0 ? 1 / total : 0.f;
       *reinterpret_cast<float4*>(merged + query * Shape::kMergeRow + at) =
           make_float4(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void join_warps(
       if (at == 0) *reinterpret_cast<float2*>(partial + kDim) = make_float2(highest, total);
     }
   }
-  if (!whole) return;
+  if (!only_split) return;
   __syncthreads();
   write_outputs<kDim, Shape::kRotated>(
       merged, Shape::kMergeRow, in.rotation, to.out + unit * in.group * kDim, in.group);

@@ -13,11 +13,11 @@ struct WarpValues {
     for (int i = 0; i < Shape::kTiles; ++i) {
       const int token = 16 * i + lane / 2;
       const char* from = tile.value_rows[token];
-      const bool there = from != nullptr; // zeros otherwise: a weight of zero does not remove NaN
-      from = (there ? from : in.values) + lane % 2 * 16;
+      const bool exists = from != nullptr; // zeros otherwise: a weight of zero does not remove NaN
+      from = (exists ? from : in.values) + lane % 2 * 16;
       const uint32_t into = shared_address(tile.values + token * Shape::kPlainRow) + lane % 2 * 16;
 #pragma unroll
-      for (int unit = 0; unit < Shape::kDim / 16; ++unit) copy16_async(into + unit * 32, from + unit * 32, there);
+      for (int unit = 0; unit < Shape::kDim / 16; ++unit) copy16_async(into + unit * 32, from + unit * 32, exists);
     }
   }
 

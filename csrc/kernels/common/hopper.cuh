@@ -17,11 +17,11 @@ __device__ __forceinline__ void arrive(uint32_t at) {
 }
 
 // The same for a subset of threads, without a branch: products need converged warps.
-__device__ __forceinline__ void arrive_if(bool wanted, uint32_t at) {
+__device__ __forceinline__ void arrive_if(bool arrives, uint32_t at) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 state;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
           at),
-      "r"(int(wanted))
+      "r"(int(arrives))
       : "memory");
 }
 

@@ -1,4 +1,5 @@
-// Loads from global memory, copies from there to shared memory, and accesses to that by address, as single instructions.
+// Single instructions that move data: loads from global memory, copies from there to shared memory, and accesses to that
+// by address.
 #pragma once
 
 #include <cstdint>
@@ -48,9 +49,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Starts a copy of 16 bytes from global to shared memory; if `wanted` is false, writes zeros and reads nothing.
-__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, bool wanted = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+// Starts a copy of 16 bytes from global to shared memory; if `exists` is false, writes zeros and reads nothing.
+__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, bool exists = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
 // The same with an equal offset on both sides, which is part of the instruction.
@@ -69,9 +70,9 @@ __device__ __forceinline__ void copy4_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same; if `wanted` is false, writes zeros and reads nothing.
-__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
+// The same; if `exists` is false, writes zeros and reads nothing.
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
 }
 
 __device__ __forceinline__ void close_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }

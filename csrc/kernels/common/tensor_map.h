@@ -10,7 +10,7 @@ namespace shadowkv {
 
 // The driver's function, without linking against the driver: this library also loads where there is no driver.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto found = [] {
+  static const auto encoder = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
     const cudaError_t error =
@@ -20,7 +20,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
         "the CUDA driver has no cuTensorMapEncodeTiled, which is in those for CUDA 12 and later");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  return found;
+  return encoder;
 }
 
 // The map of x [tokens, heads, dim], in boxes of 128 tokens of one head and 64 dimensions.

@@ -84,13 +84,13 @@ void copy_missing_chunks(Tensor misses, Tensor counts, int64_t bucket_bits, Tens
   if (misses.size(1) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(misses.get_device());
   const cudaStream_t stream = current_stream(misses);
-  Miss *found = static_cast<Miss*>(misses.mutable_data_ptr()), *sorted = found + misses.size(1);
+  Miss *unsorted = static_cast<Miss*>(misses.mutable_data_ptr()), *sorted = unsorted + misses.size(1);
   MissCounts* of_all = static_cast<MissCounts*>(counts.mutable_data_ptr());
   const uint32_t row = uint32_t(row_bytes / 16);
   if (bucket_bits < 0) {
-    copy_misses_kernel<false><<<unsigned(blocks), kCopyThreads, 0, stream>>>(found, of_all, row);
+    copy_misses_kernel<false><<<unsigned(blocks), kCopyThreads, 0, stream>>>(unsorted, of_all, row);
   } else {
-    sort_misses_kernel<<<kSortBlocks, kBuckets, 0, stream>>>(found, of_all, int(bucket_bits), sorted);
+    sort_misses_kernel<<<kSortBlocks, kBuckets, 0, stream>>>(unsorted, of_all, int(bucket_bits), sorted);
     copy_misses_kernel<true><<<unsigned(blocks), kOrderedThreads, 0, stream>>>(sorted, of_all, row);
   }
   check_launch("fetch_chunks's copies");

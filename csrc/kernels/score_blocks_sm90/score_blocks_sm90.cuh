@@ -137,7 +137,7 @@ __device__ __forceinline__ void copy_queries(const ScoreCall& call, uint32_t que
   for (int first = 4 * warp; first < 2 * kOfPart; first += Shape::kQueryThreads / 8) {
     const Sample looked_up(call, span, first + lane / kSampled);
     const int place = (looked_up.query_head * call.tiles + looked_up.tile) * kSampled + lane % kSampled;
-    const int found = looked_up.exists ? __ldg(call.sampled + place) : 0;
+    const int sampled_token = looked_up.exists ? __ldg(call.sampled + place) : 0;
     for (int i = 0; i < 4; ++i) {
       const Sample sample(call, span, first + i);
       const Element* const from = static_cast<const Element*>(call.q) + sample.query_head * call.q_head + unit * 8;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void copy_queries(const ScoreCall& call, uint32_t que
                           (first + i) % kOfPart * kSampled * 128;
 #pragma unroll
       for (int step = 0; step < kSampled; step += 32 / kUnits) {
-        const int row = step + lane / kUnits, token = __shfl_sync(~0u, found, i * kSampled + row);
+        const int row = step + lane / kUnits, token = __shfl_sync(~0u, sampled_token, i * kSampled + row);
         copy16_async(to + row * 128 + (unit % kOfBox ^ row) * 16, from + token * call.q_token, sample.exists);
       }
     }
@@ -218,12 +218,12 @@ __device__ __forceinline__ void sum_exponentials(
 __device__ __forceinline__ void find_bases(float (&base)[2], const float (&s)[64], float scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float most = -INFINITY;
+    float highest = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) most = fmaxf(most, s[i / 2 * 4 + 2 * r + i % 2]);
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    base[r] = rintf(most * scale);
+    for (int i = 0; i < 32; ++i) highest = fmaxf(highest, s[i / 2 * 4 + 2 * r + i % 2]);
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    base[r] = rintf(highest * scale);
   }
 }
 

@@ -70,8 +70,8 @@ __device__ __forceinline__ void scan_block(RadixShared& shared, uint32_t (&x)[kC
   __syncthreads();
 }
 
-// Finds the bin of the `wanted`-th largest value, and clears the counts. False if there are not that many values.
-__device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
+// Finds the bin of the `to_select`-th largest value, and clears the counts. False if there are not that many values.
+__device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t to_select) {
   const int own = kFirstBins / blockDim.x;
   uint32_t* bins = shared.first + kFirstBins - own * (threadIdx.x + 1); // a thread's, the first thread's on top
   uint32_t sum = 0, above[1], total[1];
@@ -83,17 +83,17 @@ __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
   above[0] = bins - shared.first >= kFirstFinite ? sum : 0;
   sum = above[0];
   scan_block(shared, above, total);
-  if (above[0] < wanted && wanted <= above[0] + sum) {
+  if (above[0] < to_select && to_select <= above[0] + sum) {
     uint32_t higher = above[0];
     int bin = own;
     do shared.above = higher, higher += bins[--bin];
-    while (higher < wanted);
+    while (higher < to_select);
     shared.bin = bins + bin - shared.first;
   }
 #pragma unroll 1
   for (int i = 0; i < own; i += 2) *reinterpret_cast<uint2*>(bins + i) = {};
   __syncthreads();
-  return total[0] > wanted;
+  return total[0] > to_select;
 }
 
 // Bits of 8 masks of 16 bits.
@@ -108,8 +108,8 @@ struct Candidates {
   uint32_t *above, *alike;
   int words;
 
-  // Stores in the sets which values are above the halves `most`, and which of the others are not below `least`.
-  __device__ __forceinline__ void compare(const uint4* values, int groups, __half2 least, __half2 most) const {
+  // Stores in the sets which values are above the halves `highest`, and which of the others are not below `lowest`.
+  __device__ __forceinline__ void compare(const uint4* values, int groups, __half2 lowest, __half2 highest) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 4 * words; i += blockDim.x) {
       uint32_t larger[4] = {}, inside[4] = {};
@@ -118,8 +118,8 @@ struct Candidates {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const uint32_t pair = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
-          larger[j] = __hgt2_mask(*reinterpret_cast<const __half2*>(&pair), most);
-          inside[j] = __hge2_mask(*reinterpret_cast<const __half2*>(&pair), least) & ~larger[j];
+          larger[j] = __hgt2_mask(*reinterpret_cast<const __half2*>(&pair), highest);
+          inside[j] = __hge2_mask(*reinterpret_cast<const __half2*>(&pair), lowest) & ~larger[j];
         }
       }
       reinterpret_cast<uint8_t*>(above)[i] = bits_of(larger);
@@ -142,20 +142,20 @@ struct OwnCandidates {
     return ordered2(reinterpret_cast<const uint16_t*>(values)[number]) & 31;
   }
 
-  // Finds the second digit of the `wanted`-th largest of the block's values with the same first digit; returns how many
-  // values with that digit are wanted. Contains a barrier.
-  __device__ __forceinline__ uint32_t find_digit(RadixShared& shared, uint32_t wanted, uint32_t& digit) const {
+  // Finds the second digit of the `to_select`-th largest of the block's values with the same first digit; returns how
+  // many values with that digit are selected. Contains a barrier.
+  __device__ __forceinline__ uint32_t find_digit(RadixShared& shared, uint32_t to_select, uint32_t& digit) const {
 #pragma unroll 1
     for (int word = begin; word < end; ++word)
 #pragma unroll 1
       for (uint32_t left = of.alike[word]; left; left &= left - 1)
         atomicAdd(&shared.second[second_digit(32 * word + __ffs(left) - 1)], 1);
     __syncthreads();
-    wanted -= shared.above;
+    to_select -= shared.above;
     const uint32_t here = shared.second[31 - threadIdx.x % 32], inclusive = scan_warp(here);
-    const int first = __ffs(__ballot_sync(~0u, inclusive >= wanted)) - 1;
+    const int first = __ffs(__ballot_sync(~0u, inclusive >= to_select)) - 1;
     digit = 31 - first;
-    return wanted - __shfl_sync(~0u, inclusive - here, first);
+    return to_select - __shfl_sync(~0u, inclusive - here, first);
   }
 
   // Changes the sets to those of values above the threshold and of values equal to it, where the threshold has this
@@ -195,26 +195,26 @@ struct OwnCandidates {
   }
 };
 
-// Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, where places are
-// in ascending order of numbers; returns how many there are. Among equal values the first are taken, -inf never.
+// Calls use(place, number) for the numbers of the `to_select` (1 or more) largest of 8 `groups` values, where places
+// are in ascending order of numbers; returns how many there are. Among equal values the first are taken, -inf never.
 // shared.first has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole
 // words. For all threads of the block, with barriers before and after; the last makes what `use` wrote readable.
 template <typename Use>
 __device__ __forceinline__ uint32_t
-select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wanted, uint32_t* bits, Use use) {
+select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t to_select, uint32_t* bits, Use use) {
   __syncthreads();
-  const bool some = find_bin(shared, wanted);
+  const bool some = find_bin(shared, to_select);
   const uint32_t bin = shared.bin;
   const int words = (groups + 3) / 4;
   const Candidates candidates = {bits, bits + words, words};
-  const __half2 least = some ? half_of_order(bin << 5) : __half2half2(__ushort_as_half(0x7c00)); // none is in the bin
-  const __half2 most = some ? half_of_order(bin << 5 | 31) : __half2half2(__ushort_as_half(kNever)); // all are above
-  candidates.compare(values, groups, least, most);
+  const __half2 lowest = some ? half_of_order(bin << 5) : __half2half2(__ushort_as_half(0x7c00)); // none is in the bin
+  const __half2 highest = some ? half_of_order(bin << 5 | 31) : __half2half2(__ushort_as_half(kNever)); // all are above
+  candidates.compare(values, groups, lowest, highest);
   __syncthreads();
 
   const OwnCandidates own(values, candidates);
   uint32_t digit = 0, equal = 0;
-  if (some) equal = own.find_digit(shared, wanted, digit);
+  if (some) equal = own.find_digit(shared, to_select, digit);
   uint32_t before[2] = {}, total[2]; // above the threshold, equal to it
   own.split_at(digit, before);
   scan_block(shared, before, total);

@@ -31,18 +31,18 @@ cudaError_t launch_choose(const SelectPhase& phase, cudaStream_t stream) {
 
 template <int kBytes, bool kWide>
 cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
-  int device = 0, processors = 0, most = 0;
+  int device = 0, processors = 0, limit = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
-  if (const auto error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
-  most -= int(sizeof(RadixShared)) + 16;
+  if (const auto error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
+  limit -= int(sizeof(RadixShared)) + 16;
   const int blocks = (kBytes == 32 ? 2 : kScoreBlocks) * processors;
   p.slice = int64_t(p.rows) * p.region.keep / kSliceRuns >= 2 * kScoreWarps * blocks ? kSliceRuns : kShortSlice;
   const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
   const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
   const int before_bytes = int((p.rows / p.heads + 1) * sizeof(uint32_t));
-  const SelectPhase find{p, LargestMemory(p.num_pages_most, p.sampled, most)};
-  const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.sampled, most)};
+  const SelectPhase find{p, LargestMemory(p.num_pages_most, p.sampled, limit)};
+  const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.sampled, limit)};
   const bool few = is_few(p.rows, processors);
   if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
   const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;

@@ -13,9 +13,9 @@ namespace shadowkv {
 // there is room, the values, to read them again.
 struct LargestMemory {
   int bits, values;
-  LargestMemory(int64_t groups, bool sampled, int64_t most)
+  LargestMemory(int64_t groups, bool sampled, int64_t limit)
       : bits(int(((groups + 3) / 4 * (sampled ? 16 : 8) + 15) / 16 * 16)),
-        values(bits + 16 * groups <= most ? int(16 * groups) : 0) {}
+        values(bits + 16 * groups <= limit ? int(16 * groups) : 0) {}
   int bytes() const { return bits + values; }
 };
 
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
-  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence), sampled = p.sampled_runs_of(sequence);
+  const int pages = p.pages_of(sequence), to_keep = p.kept_of(sequence), sampled = p.sampled_runs_of(sequence);
   RowState state = {0, 1, 0, 0}; // scores as they are
-  if (wanted > 0) {
+  if (to_keep > 0) {
     const uint4* values =
         count_values(shared, phase.memory, room, p.coarse + int64_t(row) * p.num_pages_most, pages);
     const int64_t* names = p.pages + sequence * p.pages_stride;
@@ -79,11 +79,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     }
     if (sampled) {
       const Chosen chosen = systematic_sample(
-          shared, values, pages, wanted - sampled, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
+          shared, values, pages, to_keep - sampled, to_keep, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
       state.count = chosen.count, state.edge = fmaxf(chosen.edge, -kLargestHalf);
     } else {
-      state.count = select_largest(shared, values, pages, wanted, bits, [&](uint32_t place, uint32_t run) {
+      state.count = select_largest(shared, values, pages, to_keep, bits, [&](uint32_t place, uint32_t run) {
         keep(place, run, 0);
       });
     }
@@ -118,12 +118,12 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       selected[place] = (int64_t(__ldg(&kept[i >> log_run].y)) << log_run) + (i & ((1 << log_run) - 1));
       if (p.sampled) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * kLn2;
     };
-    const int wanted = p.budget_of(sequence);
+    const int budget = p.budget_of(sequence);
     if (sampled)
       count = systematic_sample(
-          shared, values, groups, wanted, wanted + sampled, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
+          shared, values, groups, budget, budget + sampled, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
     else
-      count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {
+      count = select_largest(shared, values, groups, budget, bits, [&](uint32_t place, uint32_t i) {
         use(place, i, 0);
       });
   }

@@ -85,15 +85,17 @@ struct OwnBins {
   }
 };
 
-// Chances of values, in whole numbers: `one`, which is 2^bits, for values above the edge.
+// Chances of values, in whole numbers: `certain`, which is 2^bits, for values above the edge.
 struct Chances {
-  float factor, less, edge, one, scale; // a value's weight is 2^(factor value + less), its chance `scale` times that
+  float factor, less; // a value's weight is 2^(factor value + less),
+  float scale;        // its chance this times that
+  float edge, certain;
 
   __device__ __forceinline__ float weight_of(float value) const { return exp2_fast(fmaf(factor, value, less)); }
   __device__ __forceinline__ uint32_t of_value(float value) const {
     // The nearest whole number is in the last bits of a sum with 2^23, as conversions are slow.
     constexpr uint32_t kZero = 0x4b000000;
-    const float chance = value > edge ? one : fminf(weight_of(value) * scale, one);
+    const float chance = value > edge ? certain : fminf(weight_of(value) * scale, certain);
     return __float_as_uint(chance + 0x1p23f) - kZero;
   }
 
@@ -161,14 +163,14 @@ __device__ __forceinline__ void take_at_steps(
   }
 }
 
-// Selects at most `wanted` of 8 `groups` values, -inf never: at most `top_k` (fewer than `wanted`) of the largest,
-// the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank
-// in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
+// Selects at most `to_select` of 8 `groups` values, -inf never: at most `top_k` (fewer than that) of the largest, the
+// others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank in ascending
+// order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
 // block of 8 or 16 warps, which select the same, with barriers before and after; the last makes what `use` wrote
 // readable.
 template <typename Use>
 __device__ __forceinline__ Chosen systematic_sample(
-    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t top_k, uint32_t wanted, float factor,
+    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t top_k, uint32_t to_select, float factor,
     uint32_t uniform, uint32_t* sums, Use use) {
   __syncthreads();
   const OwnBins own_bins;
@@ -180,12 +182,12 @@ __device__ __forceinline__ Chosen systematic_sample(
   chances.factor = factor, chances.edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY;
   chances.less = bin ? -factor * chances.edge : 0.f; // so that a value at the edge weighs 1
   const float sum = own_bins.sum_weights(shared, bin, [&](float value) { return chances.weight_of(value); });
-  const int bits = min(kMostChanceBits, __clz(wanted) - 1);
-  chances.one = float(1u << bits);
-  chances.scale = sum > 0 ? kCaution * (wanted - num_top) * chances.one / sum : 0.f;
+  const int bits = min(kMostChanceBits, __clz(to_select) - 1);
+  chances.certain = float(1u << bits);
+  chances.scale = sum > 0 ? kCaution * (to_select - num_top) * chances.certain / sum : 0.f;
 
   const uint32_t all = sum_chances(shared, chances, values, groups, sums);
-  const uint32_t start = uniform >> (32 - bits), count = min(all + start >> bits, wanted);
+  const uint32_t start = uniform >> (32 - bits), count = min(all + start >> bits, to_select);
   take_at_steps(chances, values, groups, sums, start, bits, count, use);
   __syncthreads();
   return {count, chances.edge};

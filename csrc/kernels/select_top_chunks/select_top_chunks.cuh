@@ -111,11 +111,11 @@ __device__ __forceinline__ void find_norms(const SelectTopChunks& p, SelectShare
       sum = sum * __expf(top - next) + __expf(part - next);
       top = next;
     }
-    const float most = warp_max(top);
-    sum *= __expf(top - most);
+    const float highest = warp_max(top);
+    sum *= __expf(top - highest);
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-    if (lane == 0) shared.norm[head] = most + logf(sum);
+    if (lane == 0) shared.norm[head] = highest + logf(sum);
   }
 }
 

@@ -217,8 +217,8 @@ __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, i
   const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
   __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
   both = __hmax2(both, __shfl_xor_sync(~0u, both, 2));
-  const __half most = __ushort_as_half(0x7bff), found = t / 2 ? __high2half(both) : __low2half(both);
-  return __hmax(__hmin(found, most), __hneg(most));
+  const __half largest = __ushort_as_half(0x7bff), of_page = t / 2 ? __high2half(both) : __low2half(both);
+  return __hmax(__hmin(of_page, largest), __hneg(largest));
 }
 
 // A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row.
@@ -276,8 +276,8 @@ cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
   constexpr int kWarpBytes = SignStage<kWords>::kCount * SignStage<kWords>::kBytes;
-  const int most = memory / kWarpBytes < kMostWarps ? memory / kWarpBytes : kMostWarps;
-  const int blocks = (p.heads + most - 1) / most, warps = (p.heads + blocks - 1) / blocks;
+  const int heads_of_block = memory / kWarpBytes < kMostWarps ? memory / kWarpBytes : kMostWarps;
+  const int blocks = (p.heads + heads_of_block - 1) / heads_of_block, warps = (p.heads + blocks - 1) / blocks;
   const dim3 grid((p.columns + p.run_pages - 1) / p.run_pages, p.batch, blocks);
   return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), warps * kWarpBytes, stream, p);
 }

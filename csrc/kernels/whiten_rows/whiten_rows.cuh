@@ -83,18 +83,18 @@ __device__ __forceinline__ void load_tiles(const WhitenRows& call, const WhitenM
     memory.scales[row] = 1 / fmaxf(sqrtf(products[int64_t(row) * call.rank + row]), 1e-12f); // finite for zeros
   __syncthreads();
   for (int start = warp; start < tiles * kWhitenTile; start += kAtOnce * kWhitenWarps) {
-    float found[kAtOnce][kMostTiles + 1];
+    float entries[kAtOnce][kMostTiles + 1];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int row = start + k * kWhitenWarps;
 #pragma unroll
       for (int j = 0; j < kMostTiles; ++j) {
         const int column = j * kWhitenTile + lane;
-        const bool there = row < call.rank && column < call.rank && j <= row / kWhitenTile;
-        found[k][j] = there ? __ldg(products + int64_t(row) * call.rank + column) : 0;
+        const bool inside = row < call.rank && column < call.rank && j <= row / kWhitenTile;
+        entries[k][j] = inside ? __ldg(products + int64_t(row) * call.rank + column) : 0;
       }
-      const bool there = row < call.rank && first + lane < call.n;
-      found[k][kMostTiles] = there ? __ldg(rows + int64_t(row) * call.n + first + lane) : 0;
+      const bool inside = row < call.rank && first + lane < call.n;
+      entries[k][kMostTiles] = inside ? __ldg(rows + int64_t(row) * call.n + first + lane) : 0;
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -105,11 +105,11 @@ __device__ __forceinline__ void load_tiles(const WhitenRows& call, const WhitenM
       for (int j = 0; j < kMostTiles; ++j) {
         const int column = j * kWhitenTile + lane;
         if (j > i) break;
-        float x = found[k][j] * scale * (column < call.rank ? memory.scales[column] : 0);
+        float x = entries[k][j] * scale * (column < call.rank ? memory.scales[column] : 0);
         if (row == column) x = row < call.rank ? x + call.shift : 1;
         memory.tile(i, j)[within] = x;
       }
-      memory.column_tile(i)[within] = found[k][kMostTiles] * scale;
+      memory.column_tile(i)[within] = entries[k][kMostTiles] * scale;
     }
   }
 }
