@@ -8,9 +8,9 @@ from plain_formulas import assert_close_like_lowp
 
 from shadowkv.ops.attend_blocks import cuda as hopper
 from shadowkv.ops.block_attention import reference
+from shadowkv.ops.block_attention.cuda import FEWEST_TILES, block_attention, is_ours
 from shadowkv.ops.causal_attention import cuda as causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import FEWEST_TILES, attend, is_ours
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 if not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
 @pytest.fixture(params=[FEWEST_TILES, 1], ids=["chosen", "ours"], autouse=True)
 def fewest_tiles(request, monkeypatch):
     """As it is chosen, and always our kernel where there is one."""
-    monkeypatch.setattr("shadowkv.ops.fused_attention.FEWEST_TILES", request.param)
+    monkeypatch.setattr("shadowkv.ops.block_attention.cuda.FEWEST_TILES", request.param)
     return request.param
 
 
@@ -47,7 +47,7 @@ def fewest_tiles(request, monkeypatch):
 def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
     q, k, v = case(n, m, heads, group, dim, dtype)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = attend(q, k, v, masked)
+    out, lse = block_attention(q, k, v, masked)
     exact, exact_lse = reference.block_attention(q.double(), k.double(), v.double(), masked)
     low, _ = reference.block_attention(q, k, v, masked)
     assert out.dtype == dtype

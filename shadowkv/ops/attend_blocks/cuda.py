@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper, over selected blocks or everything: ``csrc/kernels/attend_blocks_sm90.cuh``."""
+"""Prefill attention on Hopper, over selected blocks or everything: ``csrc/kernels/attend_blocks_sm90/``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Attention over all tokens of mixed latents and vectors (Shard's formats) on Hopper:
-``csrc/kernels/attend_mixed_sm90.cuh``."""
+``csrc/kernels/attend_mixed_sm90/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected.cuh``."""
+"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected/``."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def attend_selected(
 
     Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
     exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates all dimensions, in halves. Which
-    codecs of keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device,
-    scales of values in the pages of the keys.
+    codecs of keys go with which of values, ``csrc/kernels/attend_selected/attend_selected.cu`` says. Pages lie on
+    the queries' device, scales of values in the pages of the keys.
 
     On Hopper, latents of rank up to 160, the 32 strongest in 8 bits and the others in 4, with values of ``rotated``
     codecs that are in no buffer, both of head dim 64 or 128, go to a kernel of their own (``cuda_sm90``), and all else
-    to ``csrc/kernels/attend_selected.cuh``.
+    to ``csrc/kernels/attend_selected/``.
 
     RoPE and scores of rebuilt keys are in half, coded latents are multiplied in half too: entries of the basis under
     6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected``

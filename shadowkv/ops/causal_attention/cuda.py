@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from shadowkv.ops.fused_attention import attend
+from shadowkv.ops.block_attention.cuda import block_attention
 
 
 def available() -> bool:
@@ -21,4 +21,4 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
         queries, bias = q.transpose(0, 1)[None], causal_lower_right(len(q), k.shape[1])
         return scaled_dot_product_attention(queries, k[None], v[None], bias, enable_gqa=True)[0].transpose(0, 1)
-    return attend(q, k, v, causal=True)[0]
+    return block_attention(q, k, v, causal=True)[0]

@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences on Hopper: ``csrc/kernels/attend_blocks_sm90.cuh``."""
+"""Causal attention of packed sequences on Hopper: ``csrc/kernels/attend_blocks_sm90/``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Selection of blocks on Hopper: scores of what a tile may leave out by
-``csrc/kernels/score_blocks_sm90.cuh``, the rest by Triton."""
+``csrc/kernels/score_blocks_sm90/``, the rest by Triton."""
 
 from __future__ import annotations
 
