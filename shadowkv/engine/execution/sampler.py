@@ -14,12 +14,7 @@ from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
-<<<<<<< HEAD
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.ops.mix64 import mix64
-=======
-from shadowkv.kvcache.upload import upload
->>>>>>> rooms-csrc
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
 from shadowkv.ops.sampling import mix64
