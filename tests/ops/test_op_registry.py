@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shadowkv.ops
-from shadowkv.layers import block_matrix
+from shadowkv.layers.block_matrix import BlockMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.case import Case
 from shadowkv.ops.registry import NAMES, Ops
@@ -20,9 +20,13 @@ BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if pa
 TURBO = Case(
     ops=frozenset(NAMES) - {"attend_coded"}, dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
-    capability=(9, 0), block_memory=232448,
+    host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
-"""Llama-3.1-8B on an H200."""
+"""Llama-3.1-8B on an H200, its values on the host."""
+FOR_HOPPER = {"attend_selected", "block_attention", "causal_attention"}
+"""Ops with kernels for Hopper beside those for any GPU."""
+INT4 = replace(TURBO, ops=frozenset(NAMES), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
+"""The same with keys of 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
 """Formats of the preset of that name."""
 
@@ -62,10 +66,80 @@ def test_what_is_not_built_is_passed_over_with_that_reason(monkeypatch: pytest.M
 def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
-    assert slow == set(block_matrix.OPS)  # which it does not call: on a GPU no weight stays in blocks
-    assert ops.backends["causal_attention"] == "cuda"
-    assert not any(ops.reasons.values())
+    assert slow == set(BlockMatrix.calls)  # which it does not call: on a GPU no weight stays in blocks
+    assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
+    assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
+    assert ops.backends["attend_selected"] == "cuda"
     assert not ops.synchronising
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"rank": 32, "latent_width": 32}, None),
+        ({"head_dim": 64, "rope_dim": 64}, None),
+        ({"chunk": 16}, None),
+        ({"dtype": torch.float16}, "torch.float16 is not bfloat16"),
+        ({"num_query_heads": 72}, "9 query heads a kv head are more than 8"),
+        ({"chunk": 32}, "chunks of 32 tokens are not of 1, 2, 4, 8, 16"),
+        ({"head_dim": 256, "rope_dim": 256}, "head dim 256 is not 64 or 128"),
+        ({"key_codec": 17}, "codec 17 of keys is not low-rank-int4"),
+        ({"key_codec": 5, "centred": True, "rank": 0, "latent_width": 0}, "codec 5 of keys is not low-rank-int4"),
+        ({"value_codec": 0}, "codec 0 of values is not one of equal steps"),
+        ({"rank": 192, "latent_width": 112}, "rank 192 is not one of 32, 64, 96, 128, 160"),
+        ({"rank": 48, "latent_width": 40}, "rank 48 is not one of 32, 64, 96, 128, 160"),
+        ({"latent_width": 112}, "latents of 112 bytes have not 32 dimensions in 8 bits and the others in 4"),
+        ({"host_values": True}, "values are on the host"),
+        ({"host_values": True, "fetched_bytes": 48}, "values are on the host"),
+        ({"rope_dim": 64}, "RoPE rotates 64 of 128 dimensions, in halves: not all in halves"),
+        ({"interleaved": True}, "RoPE rotates 128 of 128 dimensions, in neighbours: not all in halves"),
+    ],
+)
+def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
+    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str | None
+) -> None:
+    """For selected chunks, and for all where there is no index."""
+    monkeypatch.setattr("shadowkv.ops.attend_selected.cuda.supports", lambda case: [])
+    ops = Ops("cuda", replace(INT4, **changes))
+    assert ops.backends["attend_selected"] == ("cuda" if reason else "cuda_sm90")
+    assert len(ops.reasons["attend_selected"]) == (reason is not None)
+    assert reason is None or reason in ops.reasons["attend_selected"][0]
+    assert (ops.backends["attend_coded"] == "cuda_selected_sm90") == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal", "block"),
+    [
+        ({}, "cuda_sm90_flash", "cuda_sm90_flash"),
+        ({"dtype": torch.float16, "head_dim": 64}, "cuda_sm90_flash", "cuda_sm90_flash"),
+        ({"head_dim": 96}, "cuda", "cuda"),
+        ({"head_dim": 256}, "cuda", "cuda"),
+        ({"head_dim": 264}, "cuda_masked", "reference"),
+        ({"head_dim": 84}, "cuda_masked", "reference"),
+        ({"dtype": torch.float32}, "cuda_masked", "reference"),
+    ],
+)
+def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], causal: str, block: str) -> None:
+    ops = Ops("cuda", replace(INT4, ops=frozenset({"block_attention", "causal_attention"}), **changes))
+    assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == (causal, block)
+    if causal != "cuda_sm90_flash":
+        assert ops.reasons["causal_attention"][0].startswith("cuda_sm90_flash: ")
+
+
+def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in (
+        *(("attend_selected", "cuda_sm90"), ("attend_coded", "cuda_selected_sm90")),
+        *(("causal_attention", "cuda_sm90_flash"), ("block_attention", "cuda_sm90_flash")),
+    ):
+        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.available", lambda: False)
+    monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", lambda case: [])
+    ops = Ops("cuda", INT4)
+    assert {name: ops.backends[name] for name in FOR_HOPPER} == dict.fromkeys(FOR_HOPPER, "cuda")
+    assert ops.backends["attend_coded"] == "cuda_selected"
+    for name in FOR_HOPPER:
+        (told,) = ops.reasons[name]
+        assert told.endswith(": not built, or does not run here")
 
 
 SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
@@ -181,7 +255,8 @@ def test_low_rank_keys_without_an_index_have_kernels(
         return [] if case.key_codec == 18 else ["no kernel for its codecs"]
 
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
-    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, **{**SHARD, **changes}))
+    on_device = replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, host_values=False)
+    ops = Ops("cuda", replace(on_device, **{**SHARD, **changes}))
     assert ops.backends["attend_coded"] == backend
     if reason is not None:
         name, _, why = reason.partition(": ")
@@ -240,3 +315,24 @@ def test_no_backend_calls_its_own_reference(path: Path) -> None:
             assert node.value.id != "reference", f"line {node.lineno}"
         if isinstance(node, ast.ImportFrom) and node.module == f"shadowkv.ops.{name}.reference":
             assert name not in [alias.name for alias in node.names], f"line {node.lineno}"
+
+
+SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["available"]}
+"""What asks whether a kernel serves a call, as no case tells: the rank of one group of kv heads."""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_runs_is_chosen_by_the_registry_alone(path: Path) -> None:
+    """No function of a backend asks at each call what is there, or calls another backend of its op."""
+    asked, op = [], path.parent.name
+    siblings = {file.stem for file in path.parent.glob("*.py")} - {path.stem} if op in NAMES else set()
+    for function in ast.parse(path.read_text()).body:
+        if not isinstance(function, ast.FunctionDef) or function.name in ("available", "supports"):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                asked += [called] * (called in ("available", "supports", "takes"))
+            if isinstance(node, ast.Attribute) and node.attr == op and isinstance(node.value, ast.Name):
+                assert node.value.id not in siblings, f"line {node.lineno}"
+    assert asked == SIZE_OF_A_CALL.get(str(path.relative_to(ROOT)), [])
