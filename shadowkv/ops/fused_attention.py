@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda import attend_sequences
+from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 FEWEST_TILES = 64
@@ -26,7 +26,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tu
 
 
 def attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """The same on a Hopper, for head dims of 64 or 128: by our kernel from ``FEWEST_TILES`` tiles of queries on."""
+    """Same as ``flash_attention``, on a Hopper and for head dims of 64 or 128: by our kernel from ``FEWEST_TILES`` tiles
+    of queries on, and by flash attention below."""
     if q.shape[1] * -(-len(q) // BLOCK) < FEWEST_TILES:
         return flash_attention(q, k, v, causal)
     return attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)

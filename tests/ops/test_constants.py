@@ -11,10 +11,10 @@ from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.parts import keys_mixed
 from shadowkv.kvcache.sequences.layout import MOST_ENTRIES
 from shadowkv.ops import sampling
-from shadowkv.ops.attend_blocks import cuda as attend_blocks
+from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
-from shadowkv.ops.attend_coded import cuda_mixed as attend_mixed
+from shadowkv.ops.attend_coded import cuda_mixed_sm90 as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
@@ -22,7 +22,7 @@ from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
-from shadowkv.ops.select_blocks import cuda as select_blocks_cuda
+from shadowkv.ops.select_blocks import cuda_sm90 as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_formulas import assert_close_like_lowp
 
-from shadowkv.ops.attend_blocks import cuda as hopper
+from shadowkv.ops.attend_blocks import cuda_sm90 as hopper
 from shadowkv.ops.block_attention import cuda as flash_block
 from shadowkv.ops.block_attention import cuda_sm90_flash as hopper_block
 from shadowkv.ops.block_attention import reference

@@ -192,7 +192,7 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
 def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
     ops = Ops("cuda", replace(TURBO, head_dim=96))
     assert ops.backends["ragged_attention"] == ops.backends["attend_blocks"] == "triton"
-    assert ops.reasons["ragged_attention"] == ["cuda: head dim 96 is not 64 or 128"]
+    assert ops.reasons["ragged_attention"] == ["cuda_sm90: head dim 96 is not 64 or 128"]
 
 
 @pytest.mark.parametrize(
@@ -232,18 +232,30 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
 @pytest.mark.parametrize(
     ("changes", "backend", "reason"),
     [
-        ({}, "cuda_mixed", None),
-        ({"rank": 176}, "triton_selected", "cuda_mixed: rank 176 is not one of 96, 128, 160, 192"),
-        ({"num_kv_heads": 9, "num_query_heads": 36}, "triton_selected", "cuda_mixed: 9 kv heads are an odd number"),
-        ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed: head dim 64 is not 128"),
-        ({"interleaved": True}, "triton_selected", "cuda_mixed: RoPE rotates not all dimensions, or not in halves"),
+        ({}, "cuda_mixed_sm90", None),
+        ({"rank": 176}, "triton_selected", "cuda_mixed_sm90: rank 176 is not one of 96, 128, 160, 192"),
+        (
+            {"num_kv_heads": 9, "num_query_heads": 36},
+            "triton_selected",
+            "cuda_mixed_sm90: 9 kv heads are an odd number",
+        ),
+        ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed_sm90: head dim 64 is not 128"),
+        (
+            {"interleaved": True},
+            "triton_selected",
+            "cuda_mixed_sm90: RoPE rotates not all dimensions, or not in halves",
+        ),
         (
             {"host_values": True},
             "triton_selected",
-            "cuda_mixed: values are on the host, from where pages were never copied as a whole",
+            "cuda_mixed_sm90: values are on the host, from where pages were never copied as a whole",
         ),
-        ({"capability": (8, 0)}, "triton_selected", "cuda_mixed: compute capability (8, 0) is not that of Hopper, 9.0"),
-        ({"key_codec": 18, "value_codec": 2}, "cuda_selected", "cuda_mixed: codec 2 of values is not vq-4x256"),
+        (
+            {"capability": (8, 0)},
+            "triton_selected",
+            "cuda_mixed_sm90: compute capability (8, 0) is not that of Hopper, 9.0",
+        ),
+        ({"key_codec": 18, "value_codec": 2}, "cuda_selected", "cuda_mixed_sm90: codec 2 of values is not vq-4x256"),
         ({"value_codec": 10}, "reference", "triton_selected: codec 10 of values is unknown"),
     ],
 )

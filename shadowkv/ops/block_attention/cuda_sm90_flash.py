@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda import available, supports
+from shadowkv.ops.attend_blocks.cuda_sm90 import available, supports
 from shadowkv.ops.fused_attention import attend_by_size
 
 __all__ = ["available", "block_attention", "supports"]
