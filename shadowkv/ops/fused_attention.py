@@ -26,8 +26,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tu
 
 
 def attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Same as ``flash_attention``, on a Hopper and for head dims of 64 or 128: by our kernel from ``FEWEST_TILES`` tiles
-    of queries on, and by flash attention below."""
+    """Same as ``block_attention`` on a Hopper, for 16-bit dtypes and head dims of 64 or 128: by our kernel from
+    ``FEWEST_TILES`` tiles of queries on, and by flash attention below."""
     if q.shape[1] * -(-len(q) // BLOCK) < FEWEST_TILES:
         return flash_attention(q, k, v, causal)
     return attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)

@@ -14,7 +14,6 @@ from shadowkv.ops.causal_attention import cuda as flash_causal
 from shadowkv.ops.causal_attention import cuda_sm90_flash as hopper_causal
 from shadowkv.ops.causal_attention import reference as causal_reference
 from shadowkv.ops.fused_attention import FEWEST_TILES
-from shadowkv.ops.select_blocks.reference import BLOCK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -77,12 +76,3 @@ def test_large_blocks_of_a_prompt(backend, n: int, m: int, heads: int, group: in
     q, k, v = case(n, m, heads, group, dim, torch.bfloat16)
     exact = causal_reference.causal_attention(q.double(), k.double(), v.double())
     assert_close_like_lowp(backend.causal_attention(q, k, v), exact, causal_reference.causal_attention(q, k, v))
-
-
-@pytest.mark.skipif(not hopper.available(), reason="needs a Hopper and the attend_blocks_sm90 library")
-def test_few_queries_go_to_flash_attention(fewest_tiles, monkeypatch) -> None:
-    ours = "shadowkv.ops.fused_attention.attend_sequences"
-    monkeypatch.setattr(ours, lambda *_: ("ours", "ours"))
-    for tiles, expected in ((FEWEST_TILES, True), (FEWEST_TILES - 8, fewest_tiles == 1)):
-        q, k, v = case(tiles * BLOCK // 8, 4096, 2, 4, 128, torch.bfloat16)
-        assert (hopper_causal.causal_attention(q, k, v) == "ours") == expected

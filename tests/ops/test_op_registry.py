@@ -11,7 +11,10 @@ import torch
 import shadowkv.ops
 from shadowkv.layers.block_matrix import BlockMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
+from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
+from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
+from shadowkv.ops.fused_attention import FEWEST_TILES
 from shadowkv.ops.registry import NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
@@ -125,6 +128,22 @@ def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, obj
     assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == (causal, block)
     if causal != "cuda_sm90_flash":
         assert ops.reasons["causal_attention"][0].startswith("cuda_sm90_flash: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "tiles"),
+    [(1, 32, 32), (128, 32, 32), (129, 32, 64), (1024, 8, 64), (896, 8, 56), (8192, 32, 2048)],
+)
+def test_on_hopper_few_queries_go_to_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, tiles: int
+) -> None:
+    """By the size of a call alone, as the backend's name says."""
+    for kernel in ("attend_sequences", "flash_attention"):
+        monkeypatch.setattr(f"shadowkv.ops.fused_attention.{kernel}", lambda q, *_, kernel=kernel: (kernel, kernel))
+    expected = "attend_sequences" if tiles >= FEWEST_TILES else "flash_attention"
+    q, k = torch.empty(tokens, heads, 64), torch.empty(tokens, 2, 64)
+    assert causal_attention.causal_attention(q, k, k) == expected
+    assert block_attention.block_attention(q, k.transpose(0, 1), k.transpose(0, 1)) == (expected, expected)
 
 
 def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
