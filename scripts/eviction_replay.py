@@ -27,6 +27,7 @@ from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
@@ -98,11 +99,13 @@ def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
     """Hit rates by tier, in prompt tokens; ``host_share`` of the documents' tokens fit into host memory."""
     longest = PAGE * (SYSTEM + LONGEST + trace.turns * TURN[1])
     shape = ModelShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2)
+    layout, rope = Layout(preset("full"), shape, torch.float32, longest), RopeConfig(head_dim=2, theta=10000.0)
     cache = KVCache(
-        Layout(preset("full"), shape, torch.float32, longest),
-        RopeConfig(head_dim=2, theta=10000.0),
+        layout,
+        rope,
         slots=SLOTS + 1,
         memory=Blocks(device=(SLOTS + 1) * longest // PAGE + 1, host=0),
+        ops=choose_ops(layout, rope, "cpu"),
     )
     clock = SimpleNamespace(seconds=0.0)
     page_bytes = cache.layout.snapshot_layer_bytes(longest) * PAGE // longest

@@ -30,7 +30,8 @@ from admission on. Exact pages, sealed pages and the host tier share one set of 
 
 An op is a folder with a file for each backend: `reference.py`, in PyTorch, which takes every case, and those that the
 table names, which say what they take (`supports`) where that is not all. CUDA without a source in `csrc/` is PyTorch's
-own kernels. More tests of CUDA and Triton are in `tests/ops`.
+own kernels. An engine has one `Ops`, the backends chosen for it, which its layers, its cache and its sampler call
+(`give_ops` in `engine/startup/loading.py`). More tests of CUDA and Triton are in `tests/ops`.
 """
 MODULES = """
 One line per module, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it):

@@ -15,7 +15,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks import cuda, reference, triton
+from shadowkv.ops.attend_blocks import cuda_sm90, reference, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
@@ -26,7 +26,7 @@ CASES = [(keys, density) for keys in (61440, 122880, 245760) for density in (0.0
 def backends() -> dict[str, Callable[..., Tensor]]:
     """The available backends, by name."""
     found = {"triton": triton.attend_blocks}
-    return found | ({"cuda": cuda.attend_blocks} if cuda.available() else {})
+    return found | ({"cuda": cuda_sm90.attend_blocks} if cuda_sm90.available() else {})
 
 
 def lists(keys: int, density: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from shadowkv.kvcache.codecs.latents import MixedLatents
 from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-from shadowkv.ops.attend_coded import cuda_mixed, reference
+from shadowkv.ops.attend_coded import cuda_mixed_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
@@ -86,7 +86,7 @@ def error(call: Call) -> float:
     assert keys.mean is not None and values.states is not None
     one = {"pages": keys.pages[:1, :64], "states": keys.states[:1]}
     small = replace(keys, first=keys.first[:1], **one), replace(values, **one), begin[:1], end[:1].clamp(max=PAGE * 64)
-    found = cuda_mixed.attend_coded(q[:1], *small)
+    found = cuda_mixed_sm90.attend_coded(q[:1], *small)
     exact = reference.attend_coded(q[:1].float(), replace(small[0], mean=keys.mean.float()), *small[1:])
     return max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True))
 
@@ -98,7 +98,7 @@ def measure(case: Case) -> list[Row]:
     worst = error(calls[0])
     if not worst < 0.02:
         raise SystemExit(f"off by {worst} from the reference")
-    time = microseconds([partial(cuda_mixed.attend_coded, *call) for call in calls])
+    time = microseconds([partial(cuda_mixed_sm90.attend_coded, *call) for call in calls])
     floor = 2 * rows * tokens * HEADS * rank * DIM / PRODUCTS * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "group": group, "rank": rank, "bits": " ".join(map(str, bits)),
@@ -109,4 +109,4 @@ def measure(case: Case) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__, cuda_mixed.available(), CASES, measure))
+    sys.exit(run(__doc__, cuda_mixed_sm90.available(), CASES, measure))

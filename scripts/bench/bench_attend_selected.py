@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 import torch
 from timing import READ_SPEED, Row, microseconds, run
@@ -21,9 +22,9 @@ from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-from shadowkv.ops.attend_selected import cuda, reference
+from shadowkv.ops.attend_selected import cuda, cuda_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
-from shadowkv.ops.codec import LatentCodec
+from shadowkv.ops.codec import CodecId, LatentCodec
 from shadowkv.ops.page import PAGE
 
 HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
@@ -106,10 +107,16 @@ def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
     return batch * HEADS * (budget * token + budget // chunk * 8 + RANK * DIM * 2)
 
 
+def backend_of(call: Call) -> ModuleType:
+    """The backend that is chosen for such a call here."""
+    latents = isinstance(call[1], LatentKeys) and call[1].codec.id == CodecId.LATENT_INT4
+    return cuda_sm90 if latents and isinstance(call[2], CodedRows) and cuda_sm90.available() else cuda
+
+
 def check(call: Call) -> None:
     """Ends the program if the kernel's error is more than rounding, on the first row."""
     q, k, v, selected = call
-    out, lse = cuda.attend_selected(*call)
+    out, lse = backend_of(call).attend_selected(*call)
     assert isinstance(k, LatentKeys)
     mean = None if k.mean is None else k.mean.float()
     latents = k.latents if k.codec.largest else k.latents[k.pages[0]].float()
@@ -133,7 +140,7 @@ def measure(case: Case) -> list[Row]:
     batch, length, budget, chunk, keys, values = case
     calls = problem(*case)
     check(calls[0])
-    time = microseconds([partial(cuda.attend_selected, *call) for call in calls])
+    time = microseconds([partial(backend_of(call).attend_selected, *call) for call in calls])
     moved = nbytes(batch, budget, chunk, keys, values)
     floor = moved / READ_SPEED * 1e6
     row: Row = {

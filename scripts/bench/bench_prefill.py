@@ -93,6 +93,7 @@ def storing(cache: KVCache, tokens: int, rounds: int = 3) -> dict[str, float]:
 
 def run(cache: KVCache, decoder: Decoder, tokens: int) -> float:
     """Seconds of one prefill."""
+    decoder.use(cache.ops)
     sequence = cache.allocate(tokens, tokens)
     torch.cuda.synchronize()
     start = time.perf_counter()

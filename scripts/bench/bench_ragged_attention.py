@@ -16,7 +16,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.ops.ragged_attention import cuda, triton
+from shadowkv.ops.ragged_attention import cuda_sm90, triton
 from shadowkv.ops.registry import Ops
 
 CASES = [  # lengths, kv heads, group, dim
@@ -38,7 +38,7 @@ def measure(case: tuple[list[int], int, int, int]) -> list[Row]:
     k, v = torch.randn(2, bounds[-1], heads, dim, device="cuda").bfloat16()
     starts, alone = torch.tensor(bounds, dtype=torch.int32, device="cuda"), Ops("cuda").causal_attention
     ways: dict[str, Callable[[], Tensor]] = {
-        "cuda": lambda: cuda.ragged_attention(q, k, v, starts, max(lengths)),
+        "cuda": lambda: cuda_sm90.ragged_attention(q, k, v, starts, max(lengths)),
         "triton": lambda: triton.ragged_attention(q, k, v, starts, max(lengths)),
         "flash attention 2": lambda: torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, max(lengths), max(lengths), 0.0, True, False

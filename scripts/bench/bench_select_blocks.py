@@ -17,7 +17,7 @@ from timing import Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.policy.spec import PREFILL_ERROR
-from shadowkv.ops.select_blocks import cuda, triton
+from shadowkv.ops.select_blocks import cuda_sm90, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
 QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
@@ -27,7 +27,7 @@ CASES = [61440, 122880, 245760]
 
 def backends() -> dict[str, ModuleType]:
     """The available backends, by name."""
-    return {"triton": triton} | ({"cuda": cuda} if cuda.available() else {})
+    return {"triton": triton} | ({"cuda": cuda_sm90} if cuda_sm90.available() else {})
 
 
 def verify(scores: Tensor, q: Tensor, k: Tensor, sampled: Tensor) -> None:

@@ -13,6 +13,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -51,8 +52,8 @@ def open_cache(
         rope,
         slots=slots,
         memory=Blocks({tier: slots * need[tier] for tier in ("device", "host")}),
+        ops=choose_ops(layout, rope, device, backends=backends),
         device=device,
-        backends=backends,
     )
     scatter(cache)
     return cache

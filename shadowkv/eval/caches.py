@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
+from shadowkv.engine.startup.loading import give_ops
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.inspection import diagnostics
@@ -24,19 +25,21 @@ Cache = TypeVar("Cache", bound=KVCache)
 
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
-    """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here."""
+    """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here. The model's
+    layers compute with its ops from then on."""
     return open_cache_as(KVCache, loaded, spec, capacity, slots)
 
 
 def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
     """The same, for a subclass."""
-    layout = _layout(loaded, spec, capacity)
+    layout, device = _layout(loaded, spec, capacity), next(loaded.model.parameters()).device
     return kind(
         layout,
         loaded.config.rope,
         slots=slots,
         memory=Blocks({tier: slots * count for tier, count in _blocks(layout).items()}),
-        device=next(loaded.model.parameters()).device,
+        ops=give_ops(loaded, layout, device),
+        device=device,
     )
 
 

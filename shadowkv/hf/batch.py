@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
@@ -167,6 +168,7 @@ class Batch:
             # The first one's spare states are those of all segments that it may have; the others need as many.
             slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.growth.learns else rows,
             memory=Blocks(device=rows * (need["device"] + outliers), host=rows * need["host"]),
+            ops=choose_ops(layout, self.config.rope, device),
             device=device,
         )
 

@@ -8,7 +8,7 @@ into sequences (``snapshots.restore``). ``inspection.py`` shows what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.case import case_of
 from shadowkv.kvcache.decode.attention import Decode, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
@@ -52,8 +51,8 @@ class KVCache:
         rope: the model's RoPE; queries and keys are passed in before it.
         slots: sequences that can be held at once, running or finished.
         memory: blocks of the tiers of pages.
+        ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
         device: where attention is computed.
-        backends: backends of ops, by name, where they are not to be chosen from the arguments above.
 
     Attributes:
         snapshots: turns sequences into bytes and bytes into sequences.
@@ -66,15 +65,15 @@ class KVCache:
         *,
         slots: int,
         memory: Blocks,
+        ops: Ops,
         device: torch.device | str = "cpu",
-        backends: Mapping[str, str] | None = None,
     ) -> None:
         self.layout, self.slots, self.device = layout, slots, torch.device(device)
         self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
         self.max_model_len = layout.max_model_len
-        self.ops = Ops(self.device, case_of(layout, rope, self.device), backends)
+        self.ops = ops
         rotary = RotaryTables(rope, self.max_model_len, self.device)
-        self.store = Store(layout, self.ops, rotary, slots, memory, self.device)
+        self.store = Store(layout, ops, rotary, slots, memory, self.device)
         self.pool = SequencePool(self.store, slots, self.max_model_len)
         self.sealing = Sealing(self.store, self.pool.tables)
         self.storing = Storing(self.store, self.pool, self.sealing)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
-from shadowkv.ops.registry import Ops
 
 
 class BlockLinear(nn.Module):
@@ -25,11 +24,10 @@ class BlockLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        ops: Ops,
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        self.weight = BlockMatrix(in_features, runs, dtype=dtype, device=device, ops=ops)
+        self.weight = BlockMatrix(in_features, runs, dtype=dtype, device=device)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         else:

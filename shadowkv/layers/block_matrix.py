@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shadowkv.layers.computing import Computing
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
-from shadowkv.ops.registry import Ops
-
-OPS = ("dequantise_blocks", "quantised_matmul")
-"""Ops that it calls."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Run:
     form: str | None
 
 
-class BlockMatrix(nn.Module):
+class BlockMatrix(Computing):
     """W [N, K]. Its rows are uninitialised until a loader fills them.
 
     Args:
@@ -42,13 +39,13 @@ class BlockMatrix(nn.Module):
         parts: one per run, uint8 [rows, bytes] in blocks or [rows, K].
     """
 
-    def __init__(
-        self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device, ops: Ops
-    ) -> None:
+    calls = ("dequantise_blocks", "quantised_matmul")
+
+    def __init__(self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         grouped = groupby(runs, lambda run: run.form)
         self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
-        self.columns, self.dtype, self.ops = columns, dtype, ops
+        self.columns, self.dtype = columns, dtype
         self.parts = nn.ParameterList(self._empty(run, device) for run in self.runs)
 
     def _empty(self, run: Run, device: torch.device) -> nn.Parameter:

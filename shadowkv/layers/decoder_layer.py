@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
 
         self.attention_norm = norm()
         self.attention = Attention(spec, layer)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shadowkv.layers.computing import Computing
 from shadowkv.ops.quantise_tokens.reference import FP8
-from shadowkv.ops.registry import Ops
-
-OPS = ("quantise_tokens", "scaled_matmul")
-"""Ops that it calls."""
 
 SCALE = "_scale"
 """Suffix that turns a quantised weight's name into that of its scales."""
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(Computing):
     """y = x Wᵀ + b over packed tokens. The weights are uninitialised until a loader fills them.
 
     Attributes:
@@ -23,10 +20,11 @@ class FP8Linear(nn.Module):
         weight_scale: float32 [out_features, 1].
     """
 
+    calls = ("quantise_tokens", "scaled_matmul")
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device, ops: Ops
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
 
@@ -36,7 +34,6 @@ class FP8Linear(nn.Module):
         self.weight = empty(out_features, in_features, dtype=FP8)
         self.weight_scale = empty(out_features, 1, dtype=torch.float32)
         self.bias = empty(out_features, dtype=dtype) if bias else None
-        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from shadowkv.layers.computing import Computing
 from shadowkv.layers.projection import projection
 from shadowkv.layers.spec import LayerSpec
 
 
-class MLP(nn.Module):
+class MLP(Computing):
     """down(silu(gate(x)) * up(x))."""
+
+    calls = ("silu_mul",)
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.ops, self.group = spec.ops, spec.group
+        self.group = spec.group
         self.gate_up = projection(spec, "mlp.gate_up", spec.hidden_size, 2 * spec.intermediate_size)
         self.down = projection(spec, "mlp.down", spec.intermediate_size, spec.hidden_size)
 

@@ -10,7 +10,6 @@ import torch
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.layers.block_matrix import Run
 from shadowkv.layers.group import Group
-from shadowkv.ops.registry import Ops
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class LayerSpec:
         runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.
         dtype: of every weight that is not quantised.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
-        ops: the ops that the layers compute with.
         group: the ranks whose outputs are summed; sizes are those of this one's part.
     """
 
@@ -46,5 +44,4 @@ class LayerSpec:
     runs: Mapping[str, tuple[Run, ...]]
     dtype: torch.dtype
     device: torch.device
-    ops: Ops
     group: Group

@@ -36,7 +36,7 @@ from shadowkv.models.sources import is_hub_id, resolve
 from shadowkv.models.stored import Stored
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import choose
 from shadowkv.wording import SettingsError
 
 Runnable = Callable[[ModelConfig], ModelConfig]
@@ -211,7 +211,7 @@ def _directory(
 
 def _keeps_blocks(device: torch.device) -> bool:
     """Whether weights stay in a GGUF file's blocks: on CPUs that have matrix products for them in C++."""
-    return device.type == "cpu" and Ops(device).backends["quantised_matmul"] != "reference"
+    return device.type == "cpu" and choose("quantised_matmul", device).backend != "reference"
 
 
 def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from torch import Tensor
 
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import choose
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ Stored = Tensor | FP8Weight | Blocks
 def dense(stored: Stored) -> Tensor:
     """The weight as plain numbers, in float32 if it was quantised."""
     if isinstance(stored, Blocks):
-        numbers: Tensor = _ops().dequantise_blocks(stored.data, stored.form)
+        numbers: Tensor = _dequantise()(stored.data, stored.form)
         return numbers
     return stored if isinstance(stored, Tensor) else stored.codes.float() * stored.scale
 
 
 @cache
-def _ops() -> Ops:
-    return Ops("cpu")
+def _dequantise() -> Callable[..., Tensor]:
+    """On the CPU, where weights are read, whatever an engine runs on."""
+    return choose("dequantise_blocks", "cpu").function

@@ -15,6 +15,7 @@ from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.parts import rows as part_rows
@@ -66,7 +67,9 @@ def model() -> Decoder:
 def taken_and_left(model: Decoder, kv: str, cached: int, scored: bool, tokens: int) -> tuple[int, int]:
     """Bytes that a prompt takes whose first ``cached`` tokens are there, and those that the engine leaves free."""
     layout = Layout(preset(kv, prefill="sparse"), model.config.shape, torch.float32, tokens)
-    cache = KVCache(layout, ROPE, slots=1, memory=Blocks(device=4 * tokens // PAGE, host=2 * tokens // PAGE))
+    ops, memory = choose_ops(layout, ROPE, "cpu"), Blocks(device=4 * tokens // PAGE, host=2 * tokens // PAGE)
+    cache = KVCache(layout, ROPE, slots=1, memory=memory, ops=ops)
+    model.use(ops)
     for name in ("causal_attention", "attend_blocks"):
         setattr(cache.ops, name, lambda q, *_: torch.empty_like(q))
     cache.ops.block_attention = lambda q, *_, **__: (torch.empty_like(q), q.new_zeros(q.shape[:2]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shadowkv.models import Decoder, catalogue, load_config, load_model
+from shadowkv.ops.registry import Ops
 
 BILLIONS = {
     "smollm2-135m-instruct": 0.1345,
@@ -38,6 +39,7 @@ def test_config_only_models_say_what_to_do() -> None:
 def test_dummy_weights_are_finite_and_repeatable() -> None:
     first, second = (load_model("smollm2-135m-instruct", load_format="dummy", dtype="bfloat16") for _ in range(2))
     assert torch.equal(first.model.layers[3].attention.qkv.weight, second.model.layers[3].attention.qkv.weight)
+    first.model.use(Ops())
     logits = first.model.logits(first.model.embed(torch.arange(5)))
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 100

@@ -18,7 +18,7 @@ from shadowkv.layers.block_linear import BlockLinear
 from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.models import LoadedModel, load_model, loader, requirements
 from shadowkv.ops.extension import load_cpu
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import choose
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="weights stay in blocks where the C++ extension is built")
 
@@ -104,8 +104,7 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
 
 
 def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    reference = Ops("cpu", overrides={"quantised_matmul": "reference"})
-    monkeypatch.setattr(loader, "Ops", lambda device: reference)
+    monkeypatch.setattr(loader, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}
 
 

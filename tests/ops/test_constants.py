@@ -11,10 +11,10 @@ from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.parts import keys_mixed
 from shadowkv.kvcache.sequences.layout import MOST_ENTRIES
 from shadowkv.ops import sampling
-from shadowkv.ops.attend_blocks import cuda as attend_blocks
+from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
-from shadowkv.ops.attend_coded import cuda_mixed as attend_mixed
+from shadowkv.ops.attend_coded import cuda_mixed_sm90 as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
@@ -22,7 +22,7 @@ from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
-from shadowkv.ops.select_blocks import cuda as select_blocks_cuda
+from shadowkv.ops.select_blocks import cuda_sm90 as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
@@ -157,10 +157,10 @@ def test_paged_attention_has_a_kernel_for_each_head_dim() -> None:
     assert [*map(int, cases)] == [*paged_attention.RESIDENT_BLOCKS] == [*cuda_fp8.RESIDENT_BLOCKS]
 
 
-def test_latents_for_hopper_have_kernels_up_to_the_largest_rank_and_for_all_codecs() -> None:
+def test_latents_for_hopper_have_kernels_for_all_ranks_and_codecs() -> None:
     text = (CSRC / "kernels/attend_latents_sm90/attend_latents_sm90.cu").read_text()
     ((ranks, codecs),) = re.findall(r"AttendLatents<std::integer_sequence<int, ([^>]*)>, ([^>]*)>", text)
-    assert max(numbers(ranks)) == cuda_sm90.MOST_RANK
+    assert numbers(ranks) == cuda_sm90.RANKS
     assert tuple(SHARED["codecs.h"][f"k{name}"] for name in codecs.split(", ")) == UNIFORM
 
 

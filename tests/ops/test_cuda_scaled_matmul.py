@@ -45,7 +45,8 @@ def test_codes_are_the_references_bit_for_bit(seed: int, rows: int) -> None:
 def projection(k: int, n: int, bias: bool, overrides: dict[str, str] | None = None) -> FP8Linear:
     generator = torch.Generator(DEVICE).manual_seed(0)
     ops = Ops(DEVICE, overrides=overrides)
-    linear = FP8Linear(k, n, bias=bias, dtype=torch.bfloat16, device=DEVICE, ops=ops)
+    linear = FP8Linear(k, n, bias=bias, dtype=torch.bfloat16, device=DEVICE)
+    linear.ops = ops
     fill_quantised(linear.weight, linear.weight_scale, torch.randn(n, k, generator=generator, device=DEVICE) * k**-0.5)
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)

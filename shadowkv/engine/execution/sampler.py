@@ -24,7 +24,13 @@ COLUMNS = PARAMETERS[:-1]
 
 
 class Sampler:
-    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit."""
+    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit.
+
+    Attributes:
+        calls: names of the ops that it calls.
+    """
+
+    calls = ("sample_tokens",)
 
     def __init__(self, ops: Ops) -> None:
         self._sample_tokens = ops.sample_tokens

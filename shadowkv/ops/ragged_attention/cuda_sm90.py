@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda import attend_sequences, available, supports
+from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences, available, supports
 
 __all__ = ["available", "ragged_attention", "supports"]
 
