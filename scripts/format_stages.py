@@ -33,7 +33,7 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.loader import load_config
 from shadowkv.plan.memory import sequence_bytes
 

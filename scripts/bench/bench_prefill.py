@@ -28,7 +28,7 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig

@@ -25,7 +25,7 @@ from shadowkv.eval.tasks import SUITES
 from shadowkv.eval.texts import source_versions
 from shadowkv.eval.tokenizers import load_tokenizer
 from shadowkv.models.loader import LoadedModel
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
 """Flags that every suite has, and that must be the same in every run that adds to ``--out``."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from shadowkv.eval.prompts import PromptFitter
 from shadowkv.eval.sample import Sample
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SOURCE = "https://huggingface.co/datasets/THUDM/LongBench (data.zip)"
 

@@ -14,7 +14,7 @@ from shadowkv.eval.haystack import Haystack
 from shadowkv.eval.prompts import PromptFitter, Question, TooShortError
 from shadowkv.eval.sample import Sample
 from shadowkv.eval.texts import CHARACTERS_PER_TOKEN, essays, source_code
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEW_TOKENS = 1024
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
 # A prompt this full is not filled further. Steps aim for a point between it and 1: each costs a tokenisation.

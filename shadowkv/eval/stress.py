@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from shadowkv.eval.prompts import PromptFitter, Question, TooShortError
 from shadowkv.eval.sample import Sample
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLES = 64
 ROWS = 16  # rows asked for

@@ -10,7 +10,7 @@ from pathlib import Path
 from shadowkv.eval import infinitebench, longbench, niah, open_ended, ruler, stress
 from shadowkv.eval.haystack import haystack
 from shadowkv.eval.sample import Sample
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shadowkv.models.gguf_config import config_from_gguf
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.gguf.config import config_from_gguf
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.sources import resolve
-from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
+from shadowkv.models.tokenization.tokenizer import Tokenizer, tokenizer_from_directory
 
 
 def load_tokenizer(source: str) -> Tokenizer:

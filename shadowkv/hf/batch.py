@@ -22,7 +22,7 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.apply_rope.reference import rope_by
 
 

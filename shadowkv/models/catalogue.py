@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shadowkv.wording import SettingsError
 
-_CONFIGS = Path(__file__).parent / "configs"
+_CONFIGS = Path(__file__).parent / "catalogue"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ CATALOGUE: dict[str, WheelFile | None] = {
     "phi-3-mini-128k": None,
     "qwen2-7b": None,
 }
-"""Name -> where its weights are, or None where only the config is known (configs/<name>.json has it for every name)."""
+"""Name -> where its weights are, or None where only the config is known, which catalogue/<name>.json has."""
 
 
 def config_file(name: str) -> Path:

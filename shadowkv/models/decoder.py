@@ -16,7 +16,7 @@ from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.registry import Ops
 

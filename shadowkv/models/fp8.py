@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.models.stored import FP8Weight, Stored, dense
+from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored, dense
 from shadowkv.ops.quantise_tokens.reference import quantise_tokens
 from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
 

@@ -12,29 +12,29 @@ from tqdm import tqdm
 
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS
-from shadowkv.models.adapter import Adapter
-from shadowkv.models.byte_tokenizer import byte_tokenizer
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.checkpoints.adapter import Adapter
+from shadowkv.models.checkpoints.fp8_weights import FP8Weights
+from shadowkv.models.checkpoints.quantization import REMEDY, read_quantization
+from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
+from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.configs.hf_fields import are_token_ids
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.families.overrides import overridden_config
+from shadowkv.models.families.registry import family
 from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
 from shadowkv.models.fp8_format import FP8Format
-from shadowkv.models.fp8_weights import FP8Weights
 from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
-from shadowkv.models.gguf_config import config_from_gguf
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.gguf_weights import gguf_forms, gguf_shapes, stream_gguf
-from shadowkv.models.hf_fields import are_token_ids
-from shadowkv.models.overrides import overridden_config
-from shadowkv.models.quantization import REMEDY, read_quantization
-from shadowkv.models.registry import family
+from shadowkv.models.gguf.config import config_from_gguf
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.requirements import check_hardware, check_memory
-from shadowkv.models.safetensors_weights import SafetensorsWeights
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import is_hub_id, resolve
-from shadowkv.models.stored import Stored
-from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
+from shadowkv.models.tokenization.byte_tokenizer import byte_tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
 from shadowkv.ops.registry import Ops
 from shadowkv.wording import SettingsError

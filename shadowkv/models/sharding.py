@@ -16,8 +16,8 @@ from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.shape import share
 from shadowkv.kvcache.spec import KVSpec
-from shadowkv.models.config import ModelConfig
-from shadowkv.models.stored import FP8Weight, Stored, dense
+from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored, dense
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.wording import SettingsError, counted
 
 Run = tuple[int, int]

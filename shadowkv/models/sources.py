@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from shadowkv.models.catalogue import CATALOGUE, config_file, fetch
+from shadowkv.models.checkpoints.quantization import SEPARATE_FILES
 from shadowkv.models.files import check_regular, is_there
-from shadowkv.models.quantization import SEPARATE_FILES
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]

@@ -10,11 +10,11 @@ from torch import nn
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.fp8_linear import SCALE
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.checkpoints.stored_weight import Blocks, Stored, dense
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.files import in_words
 from shadowkv.models.fp8 import fill_quantised
 from shadowkv.models.sharding import Shard
-from shadowkv.models.stored import Blocks, Stored, dense
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import coded, keys_low_rank
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig

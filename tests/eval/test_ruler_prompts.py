@@ -9,7 +9,7 @@ import pytest
 from benchmark_data import smollm2_tokenizer
 
 from shadowkv.eval.prompts import PromptFitter, Question, TooShortError
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 
 def with_bos() -> Tokenizer:

@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.eval.texts import CHARACTERS_PER_TOKEN, essays, source_code
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
 ESSAYS, CODE, FILES = "essays", "code", "files"

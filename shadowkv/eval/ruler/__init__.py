@@ -20,7 +20,7 @@ from shadowkv.eval.ruler.common_words import CommonWords
 from shadowkv.eval.ruler.frequent_words import FrequentWords
 from shadowkv.eval.ruler.variable_tracking import VariableTracking
 from shadowkv.eval.sample import Sample
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 # Consecutive questions with own documents that are too long, after which the length counts as too short for the task.
 PATIENCE = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shadowkv.eval.prompts import Question
 from shadowkv.eval.ruler.haystack import word_list
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

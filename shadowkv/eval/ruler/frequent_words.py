@@ -8,7 +8,7 @@ import string
 from pathlib import Path
 
 from shadowkv.eval.prompts import Question
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = (
     "Read the following coded text and track the frequency of each coded word. "

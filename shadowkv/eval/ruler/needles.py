@@ -11,7 +11,7 @@ from typing import Literal
 from shadowkv.eval.haystack import NOISE, sentences_of
 from shadowkv.eval.prompts import Question
 from shadowkv.eval.ruler.haystack import KeyWords, essay_words
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 ONE = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shadowkv.eval.prompts import Question
 from shadowkv.eval.ruler.haystack import read_json
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."

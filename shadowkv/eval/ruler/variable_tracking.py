@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shadowkv.eval.haystack import NOISE
 from shadowkv.eval.prompts import PromptFitter, Question
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.weights import Targets
 
 FAMILIES = {
@@ -17,7 +17,7 @@ FAMILIES = {
     "glm": "glm",
     "glm4": "glm",
 }
-"""model_type -> module of this package. A new family is one module and one line here."""
+"""model_type -> module of this folder. A new family is one module and one line here."""
 
 
 class Family(Protocol):
@@ -42,7 +42,7 @@ def family(model_type: str) -> Family:
     """The family of ``model_type``; raises ValueError with the known ones if there is none."""
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return cast(Family, import_module(f"shadowkv.models.{FAMILIES[model_type]}"))
+    return cast(Family, import_module(f"shadowkv.models.families.{FAMILIES[model_type]}"))
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from shadowkv.models.byte_alphabet import BYTE_ALPHABET
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

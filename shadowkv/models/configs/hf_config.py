@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.hf_fields import wrong_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.configs.rope import rope_from_hf
 from shadowkv.models.files import in_words
-from shadowkv.models.hf_fields import wrong_fields
-from shadowkv.models.hf_rope import rope_from_hf
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.models.config import ModelConfig
-from shadowkv.models.hf_config import build_config
+from shadowkv.models.configs.hf_config import build_config
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.weights import Targets, decoder_targets
 
 FIELDS = ("sliding_window",)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
+from shadowkv.models.tokenization.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
 
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 

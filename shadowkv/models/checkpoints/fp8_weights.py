@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shadowkv.models.checkpoints.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeights
+from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored
 from shadowkv.models.files import ModelFileError, in_words
 from shadowkv.models.fp8_format import FP8Format
-from shadowkv.models.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeights
-from shadowkv.models.stored import FP8Weight, Stored
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names beside ``weight``. The codes are multiplied by both: the second is the inverse of the quantiser's scale."""

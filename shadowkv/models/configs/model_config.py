@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.models.configs.hf_fields import MAX_POSITIONS
 from shadowkv.models.files import in_words
-from shadowkv.models.hf_fields import MAX_POSITIONS
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted

@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
-from shadowkv.models.chat_encoder import ChatEncoder
-from shadowkv.models.chat_template import ChatTemplate
-from shadowkv.models.decode_stream import DecodeStream
 from shadowkv.models.files import ModelFileError, is_there, naming, read_json, read_text
+from shadowkv.models.tokenization.chat_encoder import ChatEncoder
+from shadowkv.models.tokenization.chat_template import ChatTemplate
+from shadowkv.models.tokenization.decode_stream import DecodeStream
 
 logger = logging.getLogger(__name__)
 

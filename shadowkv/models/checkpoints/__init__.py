@@ -1,0 +1,1 @@
+"""Weights as checkpoints store them: safetensors, quantised or not, and LoRA adapters."""
