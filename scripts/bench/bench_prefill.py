@@ -30,7 +30,7 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 LAYERS, HIDDEN, INTERMEDIATE = 3, 4096, 14336

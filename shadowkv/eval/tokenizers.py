@@ -6,7 +6,8 @@ from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.sources import resolve
-from shadowkv.models.tokenization.tokenizer import Tokenizer, tokenizer_from_directory
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer_files import tokenizer_from_directory
 
 
 def load_tokenizer(source: str) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""LayerSpec: the sizes and switches of a decoder layer, as the layers need them."""
+"""LayerSpec: the sizes and switches of a decoder layer, as layers need them, and the projections that it selects."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.layers.block_matrix import Run
+from shadowkv.layers.block_matrix import BlockLinear, Run
 from shadowkv.layers.group import Group
+from shadowkv.layers.linear import FP8Linear, Linear
 from shadowkv.ops.registry import Ops
 
 
@@ -48,3 +49,16 @@ class LayerSpec:
     device: torch.device
     ops: Ops
     group: Group
+
+
+Projection = Linear | FP8Linear | BlockLinear
+
+
+def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
+    """A projection whose weights are quantised where the spec says so; ``name`` is its name within the layer."""
+    dtype, device, ops = spec.dtype, spec.device, spec.ops
+    if spec.quantization == "fp8":
+        return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device, ops=ops)
+    if runs := spec.runs.get(f"{name}.weight"):
+        return BlockLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device, ops=ops)
+    return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

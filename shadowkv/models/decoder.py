@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.decoder_layer import DecoderLayer
-from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.layers.linear import SCALE
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig

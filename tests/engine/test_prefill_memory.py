@@ -24,7 +24,7 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.low_rank_basis import reference as basis
 from shadowkv.ops.quantise_rows import reference as rows

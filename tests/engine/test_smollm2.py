@@ -17,8 +17,8 @@ from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.eval.caches import prefill_all
 from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.catalogue import fetch
 from shadowkv.models.loader import LoadedModel
+from shadowkv.models.sources import fetch
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 TOPICS = (

@@ -15,7 +15,7 @@ from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 if not torch.cuda.is_available():

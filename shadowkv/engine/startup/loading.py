@@ -18,9 +18,9 @@ from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.spec import FETCH_BUFFER
-from shadowkv.layers import block_matrix, fp8_linear
+from shadowkv.layers import block_matrix, linear
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops
 from shadowkv.wording import GIB, SettingsError, counted
@@ -114,7 +114,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
-    called = fp8_linear.OPS if loaded.config.quantization else block_matrix.OPS if loaded.model.block_forms else ()
+    called = linear.FP8_OPS if loaded.config.quantization else block_matrix.OPS if loaded.model.block_forms else ()
     size = loaded.shard.size
     ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [

@@ -1,1 +1,1 @@
-"""Weights as checkpoints store them: safetensors, quantised or not, and LoRA adapters."""
+"""Checkpoints: their files, read within limits, weights in safetensors, quantised or not, and LoRA adapters."""

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_number, is_there, read_json
 from shadowkv.models.checkpoints.safetensors_weights import open_safetensors, read_shapes
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
-from shadowkv.models.configs.hf_fields import is_number
-from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
 
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 _PLAIN: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shadowkv.models.files import ModelFileError, check_regular, in_words, is_there, read_json
+from shadowkv.models.checkpoints.files import ModelFileError, check_regular, in_words, is_there, read_json
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Others, which belong to quantised weights, mean nothing without their scales."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
 
+from shadowkv.ops.quantise_tokens.reference import quantise_tokens
 from shadowkv.ops.registry import Ops
+
+ROWS_AT_ONCE = 1024
+"""Rows that are quantised at a time: their size in float32 is small compared with the weights."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,18 @@ def dense(stored: Stored) -> Tensor:
 @cache
 def _ops() -> Ops:
     return Ops("cpu")
+
+
+@torch.no_grad()
+def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
+    """Writes rows [N, K] of a projection and their scales [N, 1]: codes unchanged, other numbers quantised per row."""
+    if isinstance(stored, FP8Weight):
+        weight.copy_(stored.codes)
+        scale.copy_(stored.scale)
+        return
+    numbers = dense(stored)
+    for start in range(0, len(numbers), ROWS_AT_ONCE):
+        run = slice(start, start + ROWS_AT_ONCE)
+        codes, scales = quantise_tokens(numbers[run].to(weight.device))
+        weight[run].copy_(codes)
+        scale[run].copy_(scales)

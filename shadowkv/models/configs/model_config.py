@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.models.configs.hf_fields import MAX_POSITIONS
-from shadowkv.models.files import in_words
+from shadowkv.models.checkpoints.files import in_words
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted
+
+MAX_POSITIONS = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.configs.hf_fields import FIELDS, ROPE_OBJECTS
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words
+from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import unread_fields
 from shadowkv.models.families.registry import config_from_hf, family
-from shadowkv.models.files import OTHER_MODEL, ModelFileError, in_words
 from shadowkv.wording import SettingsError
 
 _BASE = ("rope_theta", "partial_rotary_factor")

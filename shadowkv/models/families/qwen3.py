@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.models.configs.hf_config import build_config
+from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.weights import Targets, decoder_targets, rows
+from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
 
 FIELDS = ("attention_bias", "sliding_window", "use_sliding_window")
 

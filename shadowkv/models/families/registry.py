@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.weights import Targets
+from shadowkv.models.families.weight_names import Targets
 
 FAMILIES = {
     "llama": "llama",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shadowkv.models.configs.hf_fields import wrong_fields
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words, naming
+from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.overrides import overridden_config
-from shadowkv.models.files import OTHER_MODEL, ModelFileError, in_words, naming
 from shadowkv.models.gguf.file import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")

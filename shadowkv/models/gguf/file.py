@@ -13,8 +13,8 @@ import torch
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
+from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
 from shadowkv.models.checkpoints.stored_weight import Blocks, Stored
-from shadowkv.models.files import ModelFileError, check_regular, naming
 from shadowkv.models.gguf.header import TensorEntry, read_header
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
 

@@ -9,9 +9,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from shadowkv.models.files import OTHER_MODEL, ModelFileError, naming
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, naming
 from shadowkv.models.gguf.file import GGUFFile
-from shadowkv.models.tokenization.tokenizer import Tokenizer, library_errors
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer_files import library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4
 _MAX_PIECE_CHARACTERS = 1024

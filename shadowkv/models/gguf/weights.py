@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from shadowkv.models.checkpoints.files import ModelFileError
 from shadowkv.models.checkpoints.stored_weight import Blocks, Stored
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.files import ModelFileError
 from shadowkv.models.gguf.file import GGUFFile
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")

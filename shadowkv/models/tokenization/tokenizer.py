@@ -1,30 +1,66 @@
-"""Tokenizer: text <-> token ids and chat prompts, over the tokenizers library."""
+"""Tokenizer: text <-> token ids and chat prompts, over the tokenizers library; text from ids as they are generated."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
-from shadowkv.models.files import ModelFileError, is_there, naming, read_json, read_text
 from shadowkv.models.tokenization.chat_encoder import ChatEncoder
 from shadowkv.models.tokenization.chat_template import ChatTemplate
-from shadowkv.models.tokenization.decode_stream import DecodeStream
 
-logger = logging.getLogger(__name__)
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 32
+"""Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
 
-MAX_NAMED, MAX_QUOTED = 5, 40
-"""Most tokens that a warning names, and most characters of each."""
 
 LONG_TOKENS = 1_000
 """Decoding fewer takes less time than waiting for another thread's turn."""
+
+
+class DecodeStream:
+    """Incremental detokeniser of one sequence.
+
+    A tokeniser's decoder depends on neighbours (a leading space, the bytes of one character), so a token is decoded
+    after the ones last emitted, and held back while the text ends in an incomplete character.
+
+    Args:
+        decode: token ids -> text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that the token completes, possibly empty."""
+        self._held.append(token_id)
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text held back, with incomplete characters replaced; for the end of the sequence."""
+        return self._emit(self._new_text()) if self._held else ""
+
+    def _new_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._held)[len(before) :]
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._context, self._held = self._held, []
+        elif len(self._held) >= _MAX_HELD:
+            self._held = []  # tokens without text, such as skipped special ones
+        return text
+
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -144,114 +180,3 @@ class Tokenizer:
     def _id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)
         return None if text is None else self.backend.token_to_id(text)
-
-
-def tokenizer_from_directory(
-    directory: Path, eos_token_ids: Iterable[int] = (), vocab_size: int | None = None
-) -> Tokenizer:
-    """The tokeniser of a Hugging Face directory.
-
-    Args:
-        directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokeniser.
-        eos_token_ids: tokens that end a generation, besides the tokeniser's own.
-        vocab_size: rows of the model's embedding, if known: no token may have a larger id, except those added to the
-            vocabulary, for which some fine-tunes have no row.
-
-    Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
-    """
-    file = directory / "tokenizer.json"
-    if not is_there(file):
-        raise FileNotFoundError(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
-    text = read_text(file)
-    with naming(file), library_errors("the tokeniser"):
-        backend = tokenizers.Tokenizer.from_str(text)
-        vocabulary = backend.get_vocab(with_added_tokens=False)
-        added = {token: text.content for token, text in backend.get_added_tokens_decoder().items()}
-    largest = max(vocabulary.values(), default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
-        raise ModelFileError(file, reason, "use the model's own tokenizer.json")
-    beyond = [text for token, text in added.items() if vocab_size is not None and token >= vocab_size]
-    if beyond:
-        some = ", ".join(repr(text[:MAX_QUOTED]) for text in beyond[:MAX_NAMED])
-        logger.warning(
-            "%s: %d added tokens are beyond the model's vocabulary of %d, prompts with them are refused: %s%s",
-            *(file, len(beyond), vocab_size, some, ", …" if len(beyond) > MAX_NAMED else ""),
-        )
-    config_file = directory / "tokenizer_config.json"
-    config, special = _read_stated(config_file), _special_tokens(directory, config_file)
-    for key in ("add_bos_token", "add_eos_token"):
-        if config.get(key) is not None and not isinstance(config[key], bool):
-            raise ModelFileError(config_file, f"{key}={config[key]!r} is not true or false")
-    template_file, template = _template(directory, config_file, config.get("chat_template"))
-    with naming(template_file):
-        return Tokenizer(
-            backend,
-            special_tokens=special,
-            eos_token_ids=eos_token_ids,
-            chat_template=template,
-            add_bos=config.get("add_bos_token"),
-            add_eos=config.get("add_eos_token"),
-        )
-
-
-@contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turns the errors of the tokenizers library, which have no type of their own, into ValueError.
-
-    For an unexpected file it panics: it then writes to the process's stderr, which is held back until the end.
-    """
-    with TemporaryFile() as written:
-        stderr = os.dup(2)
-        os.dup2(written.fileno(), 2)
-        panicked = False
-        try:
-            yield
-        except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
-            panicked = type(error).__name__ == "PanicException"
-            if type(error) is not Exception and not panicked:
-                raise
-            raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            if not panicked:
-                written.seek(0)
-                os.write(2, written.read())
-
-
-def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
-    special = {}
-    for file in (directory / "special_tokens_map.json", config_file):  # the latter takes precedence
-        stated = _read_stated(file)
-        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = stated.get(role)
-            if isinstance(value, dict):
-                value = value.get("content", value)
-            if value is not None and not isinstance(value, str):
-                raise ModelFileError(
-                    file, f"{role}={str(value)[:60]} is no text, nor an object with one as its content"
-                )
-            if value is not None:
-                special[role] = value
-            elif role in stated:
-                special.pop(role, None)
-    return special
-
-
-def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
-    """The file that the template is in, and its source."""
-    file = directory / "chat_template.jinja"
-    if is_there(file):
-        return file, read_text(file)
-    if isinstance(stated, list):
-        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in stated):
-            raise ModelFileError(config_file, "chat_template is a list of other things than named templates")
-        stated = {entry["name"]: entry.get("template", ...) for entry in stated}.get("default")
-    if stated is not None and not isinstance(stated, str):
-        raise ModelFileError(config_file, "chat_template is neither a text nor a list of named templates")
-    return config_file, stated
-
-
-def _read_stated(file: Path) -> dict[str, Any]:
-    return read_json(file) if is_there(file) else {}

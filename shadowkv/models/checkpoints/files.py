@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,3 +96,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFileError(file, f"it holds a {type(value).__name__}, not an object")
     return value
+
+
+def is_number(value: Any, above: float = -math.inf, most: float = 1e300) -> bool:
+    """Whether it is a number in that range, and not NaN; integers may have any number of digits."""
+    return type(value) in (int, float) and above < value <= most

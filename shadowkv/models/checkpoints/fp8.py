@@ -1,17 +1,21 @@
-"""Weights of a Hugging Face directory that stores projections in 8-bit floats, each with its scales."""
+"""Checkpoints that store projections in 8-bit floats, each with its scales: the forms that load, and their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shadowkv.models.checkpoints.files import ModelFileError, in_words
 from shadowkv.models.checkpoints.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored
-from shadowkv.models.files import ModelFileError, in_words
-from shadowkv.models.fp8_format import FP8Format
+
+SCALED = ("tensor", "channel", "block")
+"""Those of compressed-tensors' strategies that have one scale per weight, per row, or per block."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names beside ``weight``. The codes are multiplied by both: the second is the inverse of the quantiser's scale."""
@@ -21,6 +25,61 @@ UNUSED = (
     *("q_scale", "k_scale", "v_scale", "kv_scale"),
 )
 """Static scales of activations, which have dynamic ones here, and of keys and values, which a cache policy stores."""
+
+
+@dataclass(frozen=True)
+class FP8Format:
+    """A kind of checkpoint.
+
+    Attributes:
+        block: rows and columns that share a scale, if scales are block-wise.
+    """
+
+    block: tuple[int, int] | None = None
+
+
+def fp8_format(stated: Any) -> FP8Format | None:
+    """The format of a ``quantization_config``; None if it is of another kind, or has unknown values.
+
+    Modules that it lists as not converted are stored as plain numbers, as the file itself says. Static scales of
+    activations are not used here: activations are quantised by their own largest number, which loses less.
+    """
+    if not isinstance(stated, Mapping):
+        return None
+    method = stated.get("quant_method")
+    if method == "fbgemm_fp8":
+        return FP8Format()
+    if method == "fp8" and stated.get("fmt", "e4m3") == "e4m3":
+        return _of_block(stated.get("weight_block_size"))
+    if method == "compressed-tensors" and stated.get("format") == "float-quantized":
+        return _of_groups(stated)
+    return None
+
+
+def _of_groups(stated: Mapping[str, Any]) -> FP8Format | None:
+    """compressed-tensors has arguments for each group of modules."""
+    sparsity, groups = stated.get("sparsity_config") or {}, stated.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not isinstance(sparsity, Mapping):
+        return None
+    if sparsity.get("format", "dense") != "dense" or stated.get("transform_config"):
+        return None
+    formats = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or weights.get("strategy") not in SCALED:
+            return None
+        if weights.get("type") != "float" or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
+            return None
+        formats.add(_of_block(weights.get("block_structure") if weights["strategy"] == "block" else None))
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _of_block(size: Any) -> FP8Format | None:
+    if size is None:
+        return FP8Format()
+    if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
+        return FP8Format((size[0], size[1]))
+    return None
 
 
 class FP8Weights:

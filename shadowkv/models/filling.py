@@ -1,75 +1,21 @@
-"""Where each checkpoint tensor goes: names of a family's files -> rows of the decoder's joined parameters."""
+"""Fills a decoder with the weights of a checkpoint, as its files store them, or with random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
-from shadowkv.layers.fp8_linear import SCALE
-from shadowkv.models.checkpoints.stored_weight import Blocks, Stored, dense
-from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.files import in_words
-from shadowkv.models.fp8 import fill_quantised
+from shadowkv.layers.linear import SCALE
+from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.stored_weight import Blocks, Stored, dense, fill_quantised
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.families.weight_names import Targets
 from shadowkv.models.sharding import Shard
 
-
-@dataclass(frozen=True)
-class Target:
-    """Rows ``start`` to ``stop`` of a decoder's parameter."""
-
-    parameter: str
-    start: int
-    stop: int
-
-
-Targets = dict[str, Target]
-
-
-def decoder_targets(config: ModelConfig, *, joined_qkv: bool = False, joined_gate_up: bool = False) -> Targets:
-    """Targets of Hugging Face's names for the parts that all families share.
-
-    Args:
-        config: the model.
-        joined_qkv: the files hold q, k and v as one ``qkv_proj``.
-        joined_gate_up: the files hold gate and up as one ``gate_up_proj``.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
-    targets = {
-        "model.embed_tokens.weight": Target("embedding", 0, config.vocab_size),
-        "model.norm.weight": Target("norm.weight", 0, hidden),
-    }
-    if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = Target("head", 0, config.vocab_size)
-    for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        attention, qkv = f"{theirs}.self_attn", f"{ours}.attention.qkv"
-        if joined_qkv:
-            targets |= rows(f"{attention}.qkv_proj", qkv, 0, q + 2 * kv, config.qkv_bias)
-        else:
-            targets |= rows(f"{attention}.q_proj", qkv, 0, q, config.qkv_bias)
-            targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
-            targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
-        targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
-        if joined_gate_up:
-            targets |= rows(f"{theirs}.mlp.gate_up_proj", f"{ours}.mlp.gate_up", 0, 2 * inner)
-        else:
-            targets |= rows(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.gate_up", 0, inner)
-            targets |= rows(f"{theirs}.mlp.up_proj", f"{ours}.mlp.gate_up", inner, 2 * inner)
-        targets |= rows(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", 0, hidden)
-        targets |= rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm", 0, hidden)
-        targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
-    return targets
-
-
-def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> Targets:
-    """Targets of one module: its weight, and its bias where it has one."""
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
+SEED = 0
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -141,3 +87,25 @@ def quantised(model: nn.Module, targets: Targets) -> list[str]:
 def _is_derived(name: str) -> bool:
     """Whether old files contain the tensor though the config implies it: rotation tables, a copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+@torch.no_grad()
+def fill_dummy(model: Decoder) -> None:
+    """Fills the model where it is: matrices such that activations keep their scale, norms with one, biases with zero;
+    each rank of a model gets different numbers."""
+    generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):
+            continue  # filled together with its weight
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        elif name == "embedding":
+            parameter.normal_(0.0, 1.0 if model.head is not None else parameter.shape[1] ** -0.5, generator=generator)
+        elif (scale := parameters.get(name + SCALE)) is not None:
+            weight = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
+            fill_quantised(parameter, scale, weight.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator))
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)

@@ -1,12 +1,16 @@
-"""Whether the fields that are read from a Hugging Face config have plausible values."""
+"""A Hugging Face config.json: whether its fields have plausible values, and what all families read from it alike."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_TOKENS, MAX_POSITIONS = 1 << 24, 1 << 30
+from shadowkv.models.checkpoints.files import in_words, is_number
+from shadowkv.models.configs.model_config import MAX_POSITIONS, ModelConfig
+from shadowkv.models.configs.rope import rope_from_hf
+from shadowkv.ops.apply_rope.tables import RopeConfig
+
+MAX_TOKENS = 1 << 24
 
 _REQUIRED = (
     "vocab_size",
@@ -49,11 +53,6 @@ _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_w
 _POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _DIVISORS = ("short_factor", "long_factor")
-
-
-def is_number(value: Any, above: float = -math.inf, most: float = 1e300) -> bool:
-    """Whether it is a number in that range, and not NaN; integers may have any number of digits."""
-    return type(value) in (int, float) and above < value <= most
 
 
 def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
@@ -116,3 +115,71 @@ def _are_divisors(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "…"
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def build_config(
+    hf: dict[str, Any],
+    *,
+    max_model_len: int | None,
+    default_theta: float = 10000.0,
+    default_partial: float = 1.0,
+    interleaved: bool = False,
+    sliding_window: int | None = None,
+    **switches: bool,
+) -> ModelConfig:
+    """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+
+    Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
+    """
+    reasons = wrong_fields(hf)
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
+    if hf.get("mlp_bias"):
+        reasons.append("mlp_bias is not supported")
+    if reasons:
+        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    rope = rope_from_hf(
+        hf,
+        head_dim,
+        max_model_len=max_model_len,
+        default_theta=default_theta,
+        default_partial=default_partial,
+        interleaved=interleaved,
+    )
+    return ModelConfig(
+        architecture=hf["model_type"],
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_query_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(hf["rms_norm_eps"]),
+        max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
+        rope=rope,
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        sliding_window=sliding_window,
+        quantization=None,  # set by the loader
+        eos_token_ids=_token_ids(hf.get("eos_token_id")),
+        bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
+        **switches,
+    )
+
+
+def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:
+    if rope.scaling == "yarn":
+        # Some configs give the context before the extension, others the one after it.
+        return max(stated, int(rope.factor * rope.original_max_position))
+    if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
+        # The short factors are in use: they are wrong for longer sequences.
+        return min(stated, rope.original_max_position)
+    return stated
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

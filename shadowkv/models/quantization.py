@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.checkpoints.fp8 import FP8Format, fp8_format
 from shadowkv.models.families.registry import FAMILIES
-from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
-from shadowkv.models.fp8_format import FP8Format, fp8_format
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where GPTQ, AWQ and ModelOpt put it before it had a place in config.json."""
