@@ -35,7 +35,7 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.loader import load_config
-from shadowkv.plan.memory import sequence_bytes
+from shadowkv.plan.planner import sequence_bytes
 
 Cell = dict[str, Any]
 CONTEXTS = (61440, 124928)
