@@ -23,8 +23,8 @@ from harness import open_cache
 from torch import Tensor
 
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
-from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
+from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shadowkv.command_line import Parser
 from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
-from shadowkv.eval import niah
 from shadowkv.eval.checks import variation
+from shadowkv.eval.suites import niah
 from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 

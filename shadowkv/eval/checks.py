@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shadowkv.eval.vary import Variation
+from shadowkv.eval.records.vary import Variation
 from shadowkv.kvcache.presets import preset
 
 COUNTS = (

@@ -12,18 +12,18 @@ import torch
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval import ablations
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails
-from shadowkv.eval.fidelity.texts import CODE
-from shadowkv.eval.forks import Forks
-from shadowkv.eval.haystack import haystack
-from shadowkv.eval.policies import Policy, local_policies, served_policy
-from shadowkv.eval.remote import Remote
-from shadowkv.eval.run import Answerer, command_line, run, write_config
-from shadowkv.eval.tasks import SUITES
-from shadowkv.eval.texts import source_versions
-from shadowkv.eval.tokenizers import load_tokenizer
+from shadowkv.eval.fidelity.prompts import CODE
+from shadowkv.eval.records.policies import Policy, local_policies, served_policy
+from shadowkv.eval.reports import ablations
+from shadowkv.eval.running.local import Forks
+from shadowkv.eval.running.remote import Remote
+from shadowkv.eval.running.run import Answerer, command_line, run, write_config
+from shadowkv.eval.running.tokenizers import load_tokenizer
+from shadowkv.eval.suites.haystack import haystack
+from shadowkv.eval.suites.registry import SUITES
+from shadowkv.eval.suites.texts import source_versions
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 

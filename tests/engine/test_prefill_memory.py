@@ -13,7 +13,7 @@ from allocations import peak_bytes
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
-from shadowkv.eval.caches import prefill
+from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache import batch as batches
 from shadowkv.kvcache import sealing, sparse_prefill
 from shadowkv.kvcache.cache import KVCache

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval import ablations
-from shadowkv.eval.files import Prediction
-from shadowkv.eval.policies import local_policies, without_field
-from shadowkv.eval.vary import Variation
+from shadowkv.eval.records.policies import local_policies, without_field
+from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.records.vary import Variation
+from shadowkv.eval.reports import ablations
 from shadowkv.kvcache.shape import ModelShape
 
 SHAPE = ModelShape(2, 6, 2, 16)

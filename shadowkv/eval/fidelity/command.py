@@ -12,9 +12,9 @@ from tqdm import tqdm
 from shadowkv.eval.fidelity.follow import follow, prompts_at_once
 from shadowkv.eval.fidelity.measured import Measured, read_measured, write_measured
 from shadowkv.eval.fidelity.plots import plot_fidelity
+from shadowkv.eval.fidelity.prompts import Prompt, read_prompts
 from shadowkv.eval.fidelity.report import write_tables
-from shadowkv.eval.fidelity.texts import Prompt, read_prompts
-from shadowkv.eval.policies import Policy
+from shadowkv.eval.records.policies import Policy
 from shadowkv.models.loader import LoadedModel
 
 

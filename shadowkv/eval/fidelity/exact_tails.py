@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shadowkv.eval.policies import Policy
+from shadowkv.eval.records.policies import Policy
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shadowkv.eval.caches import prefill_all, sequences_that_fit
 from shadowkv.eval.fidelity.exact_tails import ExactTails
 from shadowkv.eval.fidelity.follower import Follower
 from shadowkv.eval.fidelity.measured import Measured
-from shadowkv.eval.fidelity.texts import Prompt
-from shadowkv.eval.policies import Policy
+from shadowkv.eval.fidelity.prompts import Prompt
+from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.running.caches import prefill_all, sequences_that_fit
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 

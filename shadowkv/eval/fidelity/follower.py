@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.caches import figures, open_cache_as
 from shadowkv.eval.fidelity.attention import AttentionLoss
 from shadowkv.eval.fidelity.exact_tails import ExactTails
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
+from shadowkv.eval.fidelity.prompts import Prompt
 from shadowkv.eval.fidelity.reuse import Reuse
-from shadowkv.eval.fidelity.texts import Prompt
-from shadowkv.eval.policies import Policy
+from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.running.caches import figures, open_cache_as
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.loader import LoadedModel

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shadowkv.eval.fidelity.texts import kind_of
-from shadowkv.eval.files import write_json
+from shadowkv.eval.fidelity.prompts import kind_of
+from shadowkv.eval.records.predictions import write_json
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
 from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
 from shadowkv.eval.fidelity.reuse import SIZES
-from shadowkv.eval.plots import bar_length, new_figure, save_figure, set_logarithmic
+from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 
 
 def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> None:

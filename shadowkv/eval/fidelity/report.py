@@ -11,8 +11,8 @@ from statistics import fmean
 
 from shadowkv.eval.fidelity.measured import Measured, by_kind, labels, of_policy
 from shadowkv.eval.fidelity.reuse import SIZES
-from shadowkv.eval.files import replacing, write_text
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.records.predictions import replacing, write_text
+from shadowkv.eval.reports.statistics import mean_and_error
 
 Figure = Callable[[Measured], float | None]
 Cell = float | str

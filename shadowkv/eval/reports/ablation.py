@@ -1,0 +1,102 @@
+"""Results of an ablation: a table and a plot of a figure against the values of the varied field."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.eval.records.policies import without_field
+from shadowkv.eval.records.predictions import replacing
+from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
+from shadowkv.eval.reports.statistics import mean_and_error
+
+COLUMNS = ("model", "length", "kv", "value", "mean", "stderr", "samples")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy's mean figure at a length.
+
+    Attributes:
+        kv: the policy without the field.
+        value: value of the field, as text; None if the policy does not set it.
+    """
+
+    length: int
+    kv: str
+    value: str | None
+    mean: float
+    error: float
+    samples: int
+
+
+def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> list[Point]:
+    """One for each length and label of a policy, from the figures of its samples in a list per task."""
+    return [
+        Point(length, *without_field(label, field), *mean_and_error(*tasks), sum(map(len, tasks)))
+        for (length, label), tasks in samples.items()
+    ]
+
+
+def write_variation(field: str, measure: str, found: Sequence[Point], model: str, folder: Path) -> None:
+    """Writes vary_<field>.csv.
+
+    Args:
+        measure: the figure's name in words.
+    """
+    with replacing(folder / f"vary_{field}.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS[:3], field, measure, *COLUMNS[5:]])
+        for one in found:
+            error = "" if math.isnan(one.error) else f"{one.error:.3g}"
+            writer.writerow([model, one.length, one.kv, one.value or "", f"{one.mean:.6g}", error, one.samples])
+
+
+def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, title: str, path: Path) -> None:
+    """A panel per length, a line per policy; those that do not set the field are dotted lines across.
+
+    Args:
+        words: the figure's name.
+        share: whether it is a share, to be shown in per cent; otherwise the scale is logarithmic, without zeros.
+    """
+    values = sorted({one.value for one in found if one.value is not None}, key=_order(found))
+    lengths, policies = sorted({one.length for one in found}), list(dict.fromkeys(one.kv for one in found))
+    unit = 100 if share else 1
+    figure, axes = new_figure(1, len(lengths), (6, 4.2))
+    for axis, length in zip(axes, lengths):
+        for number, kv in enumerate(policies):
+            ones = [one for one in found if (one.length, one.kv) == (length, kv) and (share or one.mean > 0)]
+            for one in ones:
+                if one.value is None:
+                    axis.axhline(unit * one.mean, color=f"C{number}", linestyle=":", label=kv)
+            points = sorted((values.index(one.value), one.mean, one.error) for one in ones if one.value is not None)
+            if points:
+                places, means, errors = zip(*points)
+                beside = 0.03 * (number - len(policies) / 2)  # equal figures must not hide one another
+                style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": kv}
+                bars = [unit * bar_length(error) for error in errors]
+                axis.errorbar([place + beside for place in places], [unit * mean for mean in means], bars, **style)
+        axis.set_xticks(range(len(values)), values)
+        axis.set_xlabel(field)
+        axis.set_title(f"{length} tokens of context", fontsize=10)
+        axis.grid(alpha=0.3)
+        if share:
+            axis.set_ylim(-3, 103)
+        else:
+            set_logarithmic(axis, "y")
+    axes[0].set_ylabel(words)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def _order(found: Sequence[Point]) -> Callable[[str], float]:
+    """Numbers by size, names in order of appearance."""
+    came = list(dict.fromkeys(one.value for one in found if one.value is not None))
+    try:
+        return {value: float(value) for value in came}.__getitem__
+    except ValueError:
+        return lambda value: float(came.index(value))

@@ -1,0 +1,129 @@
+"""Answers of several policies to the same samples, from one prefill for all whose prefill attends alike.
+
+Samples of a task and length go in batches: each is prefilled and forked into the caches of all policies; then every
+policy decodes the whole batch together.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+from shadowkv.eval.metrics.scoring import score
+from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.running.answering import Answering
+from shadowkv.eval.running.caches import prefill_all, sequences_that_fit
+from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import counted
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A sample's turns as tokens, and the length of the sequence that they and the longest answers make, in tokens."""
+
+    sample: Sample
+    turns: list[list[int]]
+    need: int
+
+
+class Forks:
+    """A model, and a cache for each policy, kept from batch to batch.
+
+    Args:
+        loaded: the model.
+        batch: samples that are answered together; None takes the number that the memory holds, on a CPU 1.
+    """
+
+    def __init__(self, loaded: LoadedModel, batch: int | None = None) -> None:
+        self.loaded, self.batch = loaded, batch
+        self.ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
+        self._caches: dict[str, Answering] = {}
+        self._capacity = self._slots = 0
+
+    def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
+        """Predictions of each batch, policy after policy; raises ValueError for a sample that is too long."""
+        groups = [list(group) for _, group in groupby(work, lambda one: _kind(*one))]
+        most = max(map(len, groups), default=0)
+        for group in groups:
+            samples, policies = [sample for sample, _ in group], group[0][1]
+            while samples:
+                self._open(policies, samples[0].length, most)
+                with ThreadPoolExecutor() as threads:  # the tokeniser releases the interpreter's lock
+                    prompts = list(threads.map(self._encode, samples[: self._slots]))
+                self._open(policies, max(one.need for one in prompts), most)
+                yield from self._answer(prompts[: self._slots], policies)
+                samples = samples[self._slots :]
+
+    def _encode(self, sample: Sample) -> Prompts:
+        encode = self.loaded.tokenizer.encode
+        turns = [encode(turn, add_special_tokens=number == 0) for number, turn in enumerate(sample.turns)]
+        need = sum(map(len, turns)) + len(turns) * sample.max_new_tokens
+        if need > self.loaded.config.max_position:
+            raise ValueError(
+                f"sample {sample.id} of {sample.task} needs {counted(need, 'token')}, more than the "
+                f"{self.loaded.config.max_position} that {self.loaded.name} takes"
+            )
+        return Prompts(sample, turns, need)
+
+    def _open(self, policies: list[Policy], capacity: int, most: int) -> None:
+        """Provides caches of all ``policies`` for up to ``most`` sequences of ``capacity`` tokens."""
+        if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
+            return
+        self._caches.clear()
+        gc.collect()  # a cache and its graphs refer to each other
+        specs = [policy.spec for policy in policies if policy.spec is not None]
+        fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
+        self._capacity, self._slots = capacity, -(-most // -(-most // fit))  # batches of about the same size
+        for policy, spec in zip(policies, specs, strict=True):
+            self._caches[policy.label] = Answering(self.loaded, spec, capacity, self._slots)
+
+    def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
+        caches = [self._caches[policy.label] for policy in policies]
+        first: list[list[int]] = []  # by prompt and policy
+        prefill_seconds = []
+        for one in prompts:
+            start = time.perf_counter()
+            first.append(self._prefill(caches, one))
+            prefill_seconds.append(time.perf_counter() - start)
+        limit, turns = prompts[0].sample.max_new_tokens, [one.turns[1:] for one in prompts]
+        for policy, cache, tokens in zip(policies, caches, zip(*first, strict=True), strict=True):
+            start = time.perf_counter()
+            answers = cache.answers(list(tokens), turns, limit, self.ends)
+            seconds = (time.perf_counter() - start) / len(prompts)
+            for row, (one, figures) in enumerate(zip(prompts, cache.figures(), strict=True)):
+                texts = [self.loaded.tokenizer.decode(answer) for answer in answers[row]]
+                yield Prediction(
+                    task=one.sample.task,
+                    id=one.sample.id,
+                    length=one.sample.length,
+                    policy=policy.label,
+                    kv=policy.kv,
+                    budget=policy.budget(one.sample.length),
+                    predictions=texts,
+                    score=score(one.sample, texts),
+                    seconds=round(seconds, 4),
+                    prefill_seconds=round(prefill_seconds[row], 4),
+                    attended_tokens=int(figures["attended_tokens"]),
+                    least_kept_energy=figures.get("least_kept_energy"),
+                    output_tokens=sum(map(len, answers[row])),
+                )
+            cache.clear()
+
+    def _prefill(self, caches: list[Answering], one: Prompts) -> list[int]:
+        """The prompt in every cache; returns the tokens after it."""
+        found, logits = prefill_all(self.loaded.model, [one.cache for one in caches], one.turns[0], one.need)
+        for cache, sequence in zip(caches, found, strict=True):
+            cache.sequences.append(sequence)
+        return [int(token) for token in logits.argmax(-1).tolist()]  # waits for the device
+
+
+def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:
+    """Equal for what may be answered together."""
+    labels = tuple(policy.label for policy in policies)
+    return sample.task, sample.length, len(sample.turns), sample.max_new_tokens, labels
