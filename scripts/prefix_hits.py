@@ -37,7 +37,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.eval.fidelity.follower import kl_divergence
+from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.kvcache.spec import PAGE

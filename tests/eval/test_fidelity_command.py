@@ -12,9 +12,9 @@ from refusals import refusal
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
 from shadowkv.eval.fidelity import command as fidelity
+from shadowkv.eval.prompts import texts
+from shadowkv.eval.prompts.texts import Haystack
 from shadowkv.eval.reports.statistics import mean_and_error
-from shadowkv.eval.suites import texts
-from shadowkv.eval.suites.haystack import Haystack
 from shadowkv.models.loader import LoadedModel
 
 

@@ -11,7 +11,7 @@ from session import Session
 
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.records.policies import Policy, local_policies
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.running.local import Forks
 from shadowkv.kvcache import sparse_prefill

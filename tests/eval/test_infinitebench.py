@@ -8,7 +8,7 @@ import pytest
 from benchmark_data import smollm2_tokenizer, write_jsonl
 
 from shadowkv.eval.metrics.scoring import METRICS, score
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites import infinitebench
 
 # Task: row, a piece of the prompt, the prompt's end, a right answer.

@@ -6,7 +6,7 @@ import pytest
 from stub_server import stub_server
 
 from shadowkv.eval.records.policies import served_policy
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.running.remote import Remote
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmark_data import ARTICLES, PARAGRAPHS, smollm2_tokenizer, write_ruler_data
 
 from shadowkv.eval.metrics.scoring import METRICS, score
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites import ruler
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")

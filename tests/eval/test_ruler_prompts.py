@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 from benchmark_data import smollm2_tokenizer
 
-from shadowkv.eval.suites.prompts import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 

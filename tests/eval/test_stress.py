@@ -9,7 +9,7 @@ import pytest
 from benchmark_data import smollm2_tokenizer
 
 from shadowkv.eval.metrics.scoring import score
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites import stress
 
 

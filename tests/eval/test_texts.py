@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shadowkv.eval.fidelity.prompts import read_prompts
-from shadowkv.eval.suites.texts import source_code
+from shadowkv.eval.prompts.texts import source_code
 from shadowkv.models.loader import LoadedModel
 
 

@@ -15,6 +15,7 @@ from shadowkv.eval.fidelity.plots import plot_fidelity
 from shadowkv.eval.fidelity.prompts import Prompt, read_prompts
 from shadowkv.eval.fidelity.report import write_tables
 from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.reports.ablation import write_ablation
 from shadowkv.models.loader import LoadedModel
 
 
@@ -63,3 +64,11 @@ def _write_outputs(measured: Sequence[Measured], model: str, tokens: int, folder
     write_tables(measured, model, tokens, folder)
     if importlib.util.find_spec("matplotlib") is not None:
         plot_fidelity(measured, f"{model}, {tokens} tokens of context", folder)
+
+
+def write_divergence_ablation(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
+    """Mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
+    samples: dict[tuple[int, str], list[list[float]]] = {}
+    for one in measured:
+        samples.setdefault((tokens, one.policy), [[]])[0].append(one.mean_kl)
+    write_ablation(field, "mean_kl", "mean KL to full attention, nats per token", samples, model, folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.suites.texts import CHARACTERS_PER_TOKEN, essays, source_code
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, essays, source_code
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
+from shadowkv.eval.fidelity.attention import SIZES
 from shadowkv.eval.fidelity.measured import Measured, by_kind, labels, of_policy
-from shadowkv.eval.fidelity.reuse import SIZES
 from shadowkv.eval.records.predictions import replacing, write_text
 from shadowkv.eval.reports.statistics import mean_and_error
 

@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from itertools import chain
 from typing import Any
 
-from shadowkv.eval.metrics.overlap import common_subsequence, english_words, f1, harmonic, without_chinese_punctuation
+from shadowkv.eval.metrics.overlap import common_subsequence, f1, harmonic, qa_f1, without_chinese_punctuation
 
 
 def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]], float]:
@@ -22,11 +22,6 @@ def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]]
 def first_line(metric: Callable[[str, str], float]) -> Callable[[str, str], float]:
     """The metric on the answer's first line: for few-shot tasks, whose answers continue with another example."""
     return lambda prediction, reference: metric(prediction.lstrip("\n").split("\n")[0], reference)
-
-
-def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of words, after SQuAD's normalisation."""
-    return f1(english_words(prediction), english_words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:

@@ -1,4 +1,4 @@
-"""Overlap of words between two texts: F1 over bags of words, and longest common subsequences for ROUGE-L."""
+"""Overlap of words between two texts: F1 over bags of words (SQuAD), and longest common subsequences for ROUGE-L."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
 def harmonic(hits: int, predicted: int, wanted: int) -> float:
     """F1 of ``hits`` among ``predicted`` and ``wanted`` words."""
     return 2 * hits / (predicted + wanted) if hits else 0.0
+
+
+def qa_f1(prediction: str, reference: str) -> float:
+    """F1 of words, after SQuAD's normalisation."""
+    return f1(english_words(prediction), english_words(reference))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shadowkv.eval.metrics.infinitebench import INFINITEBENCH_METRICS
 from shadowkv.eval.metrics.longbench import LONGBENCH_METRICS
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Sample
 
 Metric = Callable[[str, tuple[str, ...]], float]
 LOOP = 256

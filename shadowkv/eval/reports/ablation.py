@@ -1,17 +1,19 @@
-"""Results of an ablation: a table and a plot of a figure against the values of the varied field."""
+"""Results of an ablation (``--vary``): a table and a plot of a figure against the values of the varied field."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.eval.records.policies import without_field
-from shadowkv.eval.records.predictions import replacing
+from shadowkv.eval.records.predictions import Prediction, replacing
 from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 from shadowkv.eval.reports.statistics import mean_and_error
+from shadowkv.eval.reports.summary import scores_by_task
 
 COLUMNS = ("model", "length", "kv", "value", "mean", "stderr", "samples")
 
@@ -100,3 +102,21 @@ def _order(found: Sequence[Point]) -> Callable[[str], float]:
         return {value: float(value) for value in came}.__getitem__
     except ValueError:
         return lambda value: float(came.index(value))
+
+
+def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
+    """Mean score over all tasks against the values of ``field``."""
+    answers: dict[tuple[int, str], list[Prediction]] = {}
+    for p in predictions:
+        answers.setdefault((p.length, p.policy), []).append(p)
+    samples = {point: scores_by_task(answered) for point, answered in answers.items()}
+    write_ablation(field, "score", "score over all tasks, per cent", samples, model, folder)
+
+
+def write_ablation(
+    field: str, measure: str, words: str, samples: dict[tuple[int, str], list[list[float]]], model: str, folder: Path
+) -> None:
+    found = points(field, samples)
+    write_variation(field, measure, found, model, folder)
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot_variation(field, words, found, measure == "score", model, folder / f"vary_{field}.png")

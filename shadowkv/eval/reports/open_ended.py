@@ -7,21 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.metrics.longbench import qa_f1
+from shadowkv.eval.metrics.overlap import qa_f1
 from shadowkv.eval.metrics.scoring import ends_in_loop
+from shadowkv.eval.records.policies import BASELINE
 from shadowkv.eval.records.predictions import Prediction, replacing
-from shadowkv.eval.reports.statistics import mean_and_error
-from shadowkv.eval.reports.summary import (
-    BASELINE,
-    Answers,
-    Estimate,
-    by_cell,
-    labels,
-    output_tokens,
-    rounded,
-    values,
-    with_error,
-)
+from shadowkv.eval.reports.statistics import Estimate, mean_and_error, rounded, with_error
+from shadowkv.eval.reports.summary import Answers, by_cell, labels, output_tokens, values
 from shadowkv.eval.suites import open_ended
 
 FIGURES: dict[str, Callable[[Prediction], float | None]] = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.records.predictions import Prediction, write_json
 from shadowkv.eval.reports import open_ended as open_ended_tables
-from shadowkv.eval.reports.plots import plot_budgets, plot_needles, plot_scores
+from shadowkv.eval.reports.plots import new_figure, plot_budgets, plot_scores, save_figure
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.reports.summary import labels, write_summary
 from shadowkv.eval.suites import niah, open_ended
@@ -51,3 +53,30 @@ def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
         {**dict(zip(names, cell)), "score": mean_and_error(scores)[0], "samples": len(scores)}
         for cell, scores in sorted(cells.items())
     ]
+
+
+def plot_needles(
+    predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
+) -> None:
+    """Mean score of one task under one policy by depth (rows, per cent) and length (columns), red to green."""
+    lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
+    cells: dict[tuple[float, int], list[float]] = {}
+    for p in predictions:
+        cells.setdefault((depth(p), p.length), []).append(p.score)
+    means = [[_mean(cells.get((row, length), [])) for length in lengths] for row in depths]
+    figure, (axis,) = new_figure(1, 1, (3.5 + 0.7 * len(lengths), 2.5 + 0.3 * len(depths)))
+    image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for y, row in enumerate(means):
+        for x, mean in enumerate(row):
+            axis.text(x, y, "" if math.isnan(mean) else f"{mean:.0f}", ha="center", va="center", fontsize=8)
+    axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
+    axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])
+    axis.set_xlabel("tokens of context")
+    axis.set_ylabel("depth of the needle, per cent")
+    axis.set_title(textwrap.fill(title, 44), fontsize=9)
+    figure.colorbar(image, label="score, per cent")
+    save_figure(figure, path)
+
+
+def _mean(scores: list[float]) -> float:
+    return 100 * sum(scores) / len(scores) if scores else math.nan

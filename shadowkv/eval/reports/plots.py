@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shadowkv.eval.records.policies import BASELINE
 from shadowkv.eval.records.predictions import Prediction, replacing
 from shadowkv.eval.reports.statistics import mean_and_error
-from shadowkv.eval.reports.summary import BASELINE, by_cell, labels, score, scores_by_task, values
+from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task, values
 
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
@@ -73,29 +73,6 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
     save_figure(figure, path)
 
 
-def plot_needles(
-    predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
-) -> None:
-    """Mean score of one task under one policy by depth (rows, per cent) and length (columns), red to green."""
-    lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
-    cells: dict[tuple[float, int], list[float]] = {}
-    for p in predictions:
-        cells.setdefault((depth(p), p.length), []).append(p.score)
-    means = [[_mean(cells.get((row, length), [])) for length in lengths] for row in depths]
-    figure, (axis,) = new_figure(1, 1, (3.5 + 0.7 * len(lengths), 2.5 + 0.3 * len(depths)))
-    image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    for y, row in enumerate(means):
-        for x, mean in enumerate(row):
-            axis.text(x, y, "" if math.isnan(mean) else f"{mean:.0f}", ha="center", va="center", fontsize=8)
-    axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
-    axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])
-    axis.set_xlabel("tokens of context")
-    axis.set_ylabel("depth of the needle, per cent")
-    axis.set_title(textwrap.fill(title, 44), fontsize=9)
-    figure.colorbar(image, label="score, per cent")
-    save_figure(figure, path)
-
-
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
     """Mean tokens attended, mean score and its error in per cent, for each policy; fewest tokens first."""
     points = []
@@ -111,10 +88,6 @@ def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float
 def bar_length(error: float) -> float:
     """Length of an error bar; 0 for a single sample, which has no error."""
     return 0.0 if math.isnan(error) else error
-
-
-def _mean(scores: list[float]) -> float:
-    return 100 * sum(scores) / len(scores) if scores else math.nan
 
 
 def colour(number: int) -> Any:

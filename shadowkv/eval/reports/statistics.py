@@ -15,6 +15,10 @@ import numpy as np
 RESAMPLES = 10_000
 
 
+Estimate = tuple[float, float]
+"""A mean and its standard error, NaN for a single value."""
+
+
 def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
     """Mean of all values, and its standard error from the deviations within each stratum; NaN for a single value."""
     groups = _with_spread(strata)
@@ -51,3 +55,14 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
 def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
     """All values in one stratum if one has a single value, which shows no deviation; errors are then rather larger."""
     return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
+
+
+def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
+    """Cells of a CSV; empty where there is no number."""
+    return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
+
+
+def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
+    """An estimate times ``scale`` in words; with ``sign="+"`` also positive ones have a sign."""
+    mean, error = estimate
+    return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

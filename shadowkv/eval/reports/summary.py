@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowkv.eval.records.policies import BASELINE
 from shadowkv.eval.records.predictions import Prediction, replacing, write_text
-from shadowkv.eval.reports.statistics import mean_and_error, paired_interval
+from shadowkv.eval.reports.statistics import Estimate, mean_and_error, paired_interval, rounded, with_error
 
 COLUMNS = (
     *("model", "kv", "length", "budget", "task", "score", "stderr", "samples"),
     *("pairs", "difference", "difference_stderr", "difference_low", "difference_high"),
     *("output_tokens", "output_tokens_stderr", "output_tokens_difference", "output_tokens_difference_stderr"),
 )
-BASELINE = "full"
 ALL = "all"
 """The row over all tasks of a length."""
 
@@ -25,8 +25,6 @@ Answers = dict[tuple[str, int, str], Prediction]
 """By sample."""
 Cells = dict[tuple[int, str], dict[str, Answers]]
 Figure = Callable[[Prediction], float | None]
-Estimate = tuple[float, float]
-"""A mean and its standard error, NaN for a single value."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,6 @@ def rows(found: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]
     ]
 
 
-def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
-    """Cells of a CSV; empty where there is no number."""
-    return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
-
-
 def markdown(found: Sequence[Row], model: str) -> str:
     """The table to read, scores in per cent."""
     policies = sorted(dict.fromkeys(row.policy for row in found), key=lambda label: label != BASELINE)
@@ -202,9 +195,3 @@ def _shown(row: Row, samples: int) -> str:
     if row.output_tokens_difference is not None:
         text += f" ({with_error(row.output_tokens_difference, 1, '+')})"
     return text + (f", n = {row.samples}" if row.samples < samples else "")
-
-
-def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
-    """An estimate times ``scale`` in words; with ``sign="+"`` also positive ones have a sign."""
-    mean, error = estimate
-    return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

@@ -1,4 +1,5 @@
-"""Answers of an OpenAI-compatible completions endpoint, greedy, with the token limits of the samples and the server."""
+"""Answers of an OpenAI-compatible completions endpoint, greedy, with the token limits of the samples and the
+server; and the tokeniser to measure prompts."""
 
 from __future__ import annotations
 
@@ -9,9 +10,26 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from shadowkv.eval.metrics.scoring import score
 from shadowkv.eval.records.policies import Policy
-from shadowkv.eval.records.predictions import Prediction
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.records.predictions import Prediction, Sample
+from shadowkv.models.gguf.config import config_from_gguf
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.sources import resolve
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer_files import tokenizer_from_directory
 from shadowkv.wording import counted
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """The tokeniser of a catalogue name, directory, .gguf file or hub id.
+
+    Raises OSError or ValueError as ``load_model`` does.
+    """
+    path = resolve(source, weights=True)
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        return tokenizer_from_gguf(file, config_from_gguf(file).eos_token_ids)
+    return tokenizer_from_directory(path)
 
 
 class Remote:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shadowkv.eval.records.sample import Sample
-from shadowkv.eval.suites.prompts import PromptFitter
+from shadowkv.eval.prompts.fitter import PromptFitter
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SOURCE = "https://huggingface.co/datasets/THUDM/LongBench (data.zip)"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from shadowkv.eval.records.sample import Sample
-from shadowkv.eval.suites.haystack import Filler, Haystack
+from shadowkv.eval.prompts.texts import Filler, Haystack
+from shadowkv.eval.records.predictions import Sample
 
 TASKS = ("niah_single", "niah_multi", "niah_multiturn")
 DEPTHS = tuple(range(0, 101, 10))

@@ -10,10 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shadowkv.eval.records.sample import Sample
-from shadowkv.eval.suites.haystack import Haystack
-from shadowkv.eval.suites.prompts import PromptFitter, Question, TooShortError
-from shadowkv.eval.suites.texts import CHARACTERS_PER_TOKEN, essays, source_code
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, Haystack, essays, source_code
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEW_TOKENS = 1024

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shadowkv.eval.records.sample import Sample
+from shadowkv.eval.prompts.texts import haystack
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites import infinitebench, longbench, niah, open_ended, ruler, stress
-from shadowkv.eval.suites.haystack import haystack
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]

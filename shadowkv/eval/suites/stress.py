@@ -11,8 +11,8 @@ import json
 import random
 from collections.abc import Callable, Iterator
 
-from shadowkv.eval.records.sample import Sample
-from shadowkv.eval.suites.prompts import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLES = 64

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from shadowkv.eval.records.sample import Sample
-from shadowkv.eval.suites.prompts import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites.ruler import needles, question_answering
-from shadowkv.eval.suites.ruler.common_words import CommonWords
-from shadowkv.eval.suites.ruler.frequent_words import FrequentWords
+from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
 from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 

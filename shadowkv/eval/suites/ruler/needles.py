@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shadowkv.eval.suites.haystack import NOISE, sentences_of
-from shadowkv.eval.suites.prompts import Question
+from shadowkv.eval.prompts.fitter import Question
+from shadowkv.eval.prompts.texts import NOISE, sentences_of
 from shadowkv.eval.suites.ruler.data import KeyWords, essay_words
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 

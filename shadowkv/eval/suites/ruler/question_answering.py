@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.suites.prompts import Question
+from shadowkv.eval.prompts.fitter import Question
 from shadowkv.eval.suites.ruler.data import read_json
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ import random
 import string
 from pathlib import Path
 
-from shadowkv.eval.suites.haystack import NOISE
-from shadowkv.eval.suites.prompts import PromptFitter, Question
+from shadowkv.eval.prompts.fitter import PromptFitter, Question
+from shadowkv.eval.prompts.texts import NOISE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = (
