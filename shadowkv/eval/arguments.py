@@ -20,7 +20,6 @@ SUITE_DATA = {
 }
 """Where a suite's texts are."""
 
-
 COUNTS = (
     *("samples", "batch", "needles", "turns", "num_concurrent"),
     *("prompts", "prompt_tokens", "new_tokens", "measure_every"),

@@ -130,7 +130,7 @@ def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy]
 
 def _plain(value: object) -> object:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -157,8 +157,8 @@ def run(
         if missing:
             work.append((sample, missing))
     total = len(samples) * len(policies)
-    left = sum(len(missing) for _, missing in work)
-    bar = tqdm(total=total, initial=total - left, unit="answer", smoothing=0)
+    unanswered = sum(len(missing) for _, missing in work)
+    bar = tqdm(total=total, initial=total - unanswered, unit="answer", smoothing=0)
     try:
         for prediction in answerer.answers(work):
             file.append(prediction)

@@ -87,7 +87,7 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
             "commit": commit(),
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+            "libraries": {name: installed for name in LIBRARIES if (installed := _version(name))},
         }
     )
     write_json(path, config)

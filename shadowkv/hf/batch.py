@@ -121,8 +121,8 @@ class Batch:
             prefill = cache.prefill_batch(self._admit(cache, counts))
             size = BLOCK_TOKENS[cache.device.type]
             starts = range(0, prefill.num_tokens, size)
-            found = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
-            blocks = [(block, slice(block.start, block.stop)) for block in found]
+            prefill_blocks = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(block, slice(block.start, block.stop)) for block in prefill_blocks]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)

@@ -90,8 +90,8 @@ class Decoder(nn.Module):
             return F.embedding(token_ids, self.embedding)
         rows = token_ids - self.group.rank * len(self.embedding)
         here = (rows >= 0) & (rows < len(self.embedding))
-        found = F.embedding(torch.where(here, rows, 0), self.embedding)
-        return self.group.sum(found * here.unsqueeze(-1))
+        embedded = F.embedding(torch.where(here, rows, 0), self.embedding)
+        return self.group.sum(embedded * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on

@@ -21,7 +21,10 @@ NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "
 
 
 def read_sampling(directory: Path) -> dict[str, float]:
-    """Sampling parameters in a directory's file, none without a file; raises ModelFileError."""
+    """Sampling parameters that a model's authors recommend, in its generation_config.json: none without that file.
+
+    Raises ModelFileError.
+    """
     file = directory / GENERATION_CONFIG
     if not is_there(file):
         return {}

@@ -91,8 +91,11 @@ def _is_derived(name: str) -> bool:
 
 @torch.no_grad()
 def fill_dummy(model: Decoder) -> None:
-    """Fills the model where it is: matrices such that activations keep their scale, norms with one, biases with zero;
-    each rank of a model gets different numbers."""
+    """Random weights, for measuring speed without a checkpoint (``load_format="dummy"``): fills the model where it is.
+
+    Matrices are such that activations keep their scale, norms are one, biases zero. Each rank of a model gets
+    different numbers.
+    """
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():

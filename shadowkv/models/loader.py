@@ -137,8 +137,8 @@ def load_model(
     sampling = read_sampling(path) if path.is_dir() else {}
     files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    whole = config.quantization is None and group.size == 1
-    forms = dict(files.forms) if whole and _keeps_blocks(device) else {}
+    may_keep_blocks = config.quantization is None and group.size == 1
+    forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
     notes: tuple[str, ...] = ()
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
@@ -228,10 +228,10 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         return dtype
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise SettingsError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}", ["dtype"])
-    return found
+    return named
 
 
 def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:

@@ -42,8 +42,8 @@ def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
         file: its config.json; older repositories have a separate file beside it.
         hf: content of ``file``.
     """
-    found = fp8_format(hf.get(_PLACE))
-    if found is not None:
+    kind = fp8_format(hf.get(_PLACE))
+    if kind is not None:
         hf = {key: value for key, value in hf.items() if key != _PLACE}
     nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}
     for prefix, fields in {"": hf, **nested}.items():
@@ -53,7 +53,7 @@ def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
         for other in (file.with_name(name) for name in SEPARATE_FILES):
             if is_there(other):
                 _refuse(other, "its content", read_json(other), hf.get("model_type"))
-    return found
+    return kind
 
 
 def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | None = None) -> None:

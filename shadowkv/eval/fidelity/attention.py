@@ -1,7 +1,8 @@
-"""What attention of one layer loses under a policy: the exact attention mass it misses, and the error of its output.
+"""What attention of one layer loses under a policy, and how often a step selects what earlier steps selected.
 
-Both use the policy's own queries, compared with all the keys and values that full attention has cached. Those of
-generated tokens also differ because of the policy's earlier errors.
+The exact attention mass that a policy misses, and the error of its output, both use the policy's own queries, compared
+with all the keys and values that full attention has cached. Those of generated tokens also differ because of the
+policy's earlier errors.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class AttentionLoss:
         weights = exact_weights(self.exact, seen.layer, seen.q, self.exact.batch)
         read = attended_positions(self.cache, seen, weights.shape[-1])
         self._recall[seen.layer] += (weights * read.unsqueeze(2)).sum(-1).mean((1, 2))
-        wanted = self.exact.attend(seen.layer, seen.q, self.exact.batch).flatten(1).double()
-        self._error[seen.layer] += (seen.out.flatten(1).double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        exact_out = self.exact.attend(seen.layer, seen.q, self.exact.batch).flatten(1).double()
+        self._error[seen.layer] += (seen.out.flatten(1).double() - exact_out).norm(dim=1) / exact_out.norm(dim=1)
         self._steps[seen.layer] += 1
 
     def mass_recall(self) -> Tensor:
@@ -85,7 +86,10 @@ class AttentionLoss:
 
 
 class Reuse:
-    """A buffer per size, layer, row and kv head.
+    """How often a step selects what earlier steps selected: hits in buffers that evict the least recently used, one per
+    size, layer, row and kv head.
+
+    Counted from the selections alone, so that it is available for policies whose values are on the device as well.
 
     Args:
         chunks: chunks of the longest sequence.

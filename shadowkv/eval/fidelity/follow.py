@@ -26,7 +26,12 @@ from shadowkv.models.loader import LoadedModel
 
 @dataclass(frozen=True)
 class ExactTails(Policy):
-    """Takes over prompts as its twin without exact tails has stored them.
+    """The twin of a policy that keeps all generated tokens exact, beside the same compressed prompt, which it takes
+    over as the policy has stored it.
+
+    It shows what sealing costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding them,
+    and leaving it to the index to find them. A longer window does not show that: ``local=1024`` keeps the last 1,024
+    tokens of the prompt exact too.
 
     Attributes:
         tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
@@ -40,21 +45,21 @@ def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
 
     Raises ValueError where none does.
     """
-    found: list[Policy] = []
+    with_twins: list[Policy] = []
     for policy in policies:
-        found.append(policy)
+        with_twins.append(policy)
         if policy.spec is not None and policy.spec.seals:
             label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
-            found.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
-    if len(found) == len(policies):
+            with_twins.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
+    if len(with_twins) == len(policies):
         raise ValueError(f"--exact-tails means nothing to {', '.join(policy.label for policy in policies)}")
-    return found
+    return with_twins
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """KL(reference || logits) in nats, [n], of the distributions of logits [n, V]."""
-    wanted, found = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones become negative
-    return (wanted.exp() * (wanted - found)).sum(-1)
+    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones become negative
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 class Follower:
@@ -119,7 +124,7 @@ class Follower:
         kl, agrees, own = torch.stack(self.kl), torch.stack(self.agrees).float(), torch.stack(self.surprise)
         recall, error, hits = self.loss.mass_recall(), self.loss.output_error(), self.reuse.hit_rates()
         for row, (prompt, sequence) in enumerate(zip(prompts, self.sequences, strict=True)):
-            found = figures(self.cache, sequence)
+            diagnostics = figures(self.cache, sequence)
             budget = self.policy.budget(len(prompt.tokens))
             assert budget is not None, "the policy is local"
             yield Measured(
@@ -133,8 +138,8 @@ class Follower:
                 top1_agreement=float(agrees[:, row].mean()),
                 perplexity=float(own[:, row].mean().exp()),
                 full_perplexity=float(surprise[:, row].mean().exp()),
-                attended_tokens=int(found["attended_tokens"]),
-                least_kept_energy=found.get("least_kept_energy"),
+                attended_tokens=int(diagnostics["attended_tokens"]),
+                least_kept_energy=diagnostics.get("least_kept_energy"),
                 mass_recall=recall[:, row].tolist(),
                 output_error=error[:, row].tolist(),
                 hit_rates=None if hits is None else hits[:, :, row].tolist(),
@@ -173,23 +178,27 @@ def follow(
         surprise.append(-best.values)
         tokens = best.indices.tolist()
         progress()
-    return [one for follower in followers for one in follower.measured(prompts, torch.stack(surprise))]
+    return [result for follower in followers for result in follower.measured(prompts, torch.stack(surprise))]
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
     """A prompt in a new sequence of every follower, computed once for those of one model; the first one's logits [V] of
     its last token."""
-    found = []
-    for model in dict.fromkeys(one.runner.model for one in followers):
-        storing = [one for one in followers if one.runner.model is model and not isinstance(one.policy, ExactTails)]
-        sequences, logits = prefill_all(model, [one.cache for one in storing], prompt, capacity)
-        found.append(logits)
-        for one, sequence in zip(storing, sequences, strict=True):
-            one.sequences.append(sequence)
-    for twin, one in pairwise(followers):
-        if isinstance(one.policy, ExactTails):  # the one before it is the policy itself
-            one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
-    return found[0][0]
+    logits_by_model = []
+    for model in dict.fromkeys(follower.runner.model for follower in followers):
+        storing = [
+            follower
+            for follower in followers
+            if follower.runner.model is model and not isinstance(follower.policy, ExactTails)
+        ]
+        sequences, logits = prefill_all(model, [follower.cache for follower in storing], prompt, capacity)
+        logits_by_model.append(logits)
+        for follower, sequence in zip(storing, sequences, strict=True):
+            follower.sequences.append(sequence)
+    for twin, follower in pairwise(followers):
+        if isinstance(follower.policy, ExactTails):  # the one before it is the policy itself
+            follower.sequences.append(follower.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
+    return logits_by_model[0][0]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

@@ -20,8 +20,8 @@ def kv_retrieval(prediction: str, references: tuple[str, ...]) -> float:
 
 def first_integer(prediction: str, references: tuple[str, ...]) -> float:
     """1 if the answer's first run of digits is the reference (Passkey, Number)."""
-    found = re.search(r"[0-9]+", prediction)
-    return float(found is not None and found.group() == references[0])
+    match = re.search(r"[0-9]+", prediction)
+    return float(match is not None and match.group() == references[0])
 
 
 def code_run(prediction: str, references: tuple[str, ...]) -> float:
@@ -70,8 +70,8 @@ def longbook_qa_chn(prediction: str, references: tuple[str, ...]) -> float:
 
 def math_find(prediction: str, references: tuple[str, ...]) -> float:
     """1 if the answer's first number is the reference."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    return float(found is not None and float(found.group()) == float(references[0]))
+    match = re.search(r"\d+\.\d+|\d+", prediction)
+    return float(match is not None and float(match.group()) == float(references[0]))
 
 
 def math_calc(prediction: str, references: tuple[str, ...]) -> float:
@@ -89,15 +89,15 @@ def rouge_l_sum(prediction: str, references: tuple[str, ...]) -> float:
     return max(_rouge_l_sum(_lines(prediction), _lines(reference)) for reference in references)
 
 
-def _rouge_l_sum(predicted: list[list[str]], wanted: list[list[str]]) -> float:
+def _rouge_l_sum(predicted: list[list[str]], reference: list[list[str]]) -> float:
     spare, hits = Counter(chain(*predicted)), 0
-    for line in wanted:
+    for line in reference:
         positions = {i for candidate in predicted for i in common_subsequence(line, candidate)}
         for position in positions:
             if spare[line[position]]:
                 spare[line[position]] -= 1
                 hits += 1
-    return harmonic(hits, sum(map(len, predicted)), sum(map(len, wanted)))
+    return harmonic(hits, sum(map(len, predicted)), sum(map(len, reference)))
 
 
 def _lines(text: str) -> list[list[str]]:

@@ -31,12 +31,12 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 def rouge_l(prediction: str, reference: str) -> float:
     """ROUGE-L F1 as in the ``rouge`` package: over distinct words, with sentences that end at full stops."""
-    predicted, wanted = _sentences(prediction), _sentences(reference)
+    predicted, expected = _sentences(prediction), _sentences(reference)
     union = set()
-    for sentence in wanted:
+    for sentence in expected:
         for candidate in predicted:
             union |= {candidate[i] for i in common_subsequence(candidate, sentence)}
-    return harmonic(len(union), len(set(chain(*predicted))), len(set(chain(*wanted))))
+    return harmonic(len(union), len(set(chain(*predicted))), len(set(chain(*expected))))
 
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
@@ -56,8 +56,8 @@ def classification(prediction: str, references: tuple[str, ...]) -> float:
 
 def retrieval(prediction: str, reference: str) -> float:
     """Share of the answer's numbers that are the paragraph's."""
-    wanted = re.search(r"\d+", reference)
-    return count(prediction, wanted.group() if wanted else reference)
+    number = re.search(r"\d+", reference)
+    return count(prediction, number.group() if number else reference)
 
 
 def count(prediction: str, reference: str) -> float:

@@ -38,21 +38,21 @@ def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
         for j, other in enumerate(right):
             same = word == other
             lengths[i + 1][j + 1] = lengths[i][j] + 1 if same else max(lengths[i][j + 1], lengths[i + 1][j])
-    found, i, j = [], len(left), len(right)
+    positions, i, j = [], len(left), len(right)
     while i and j:
         if left[i - 1] == right[j - 1]:
             i, j = i - 1, j - 1
-            found.append(i)
+            positions.append(i)
         elif lengths[i][j - 1] > lengths[i - 1][j]:
             j -= 1
         else:
             i -= 1
-    return found[::-1]
+    return positions[::-1]
 
 
-def harmonic(hits: int, predicted: int, wanted: int) -> float:
+def harmonic(hits: int, predicted: int, reference: int) -> float:
     """F1 of ``hits`` among ``predicted`` and ``wanted`` words."""
-    return 2 * hits / (predicted + wanted) if hits else 0.0
+    return 2 * hits / (predicted + reference) if hits else 0.0
 
 
 def qa_f1(prediction: str, reference: str) -> float:

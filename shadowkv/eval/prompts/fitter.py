@@ -82,12 +82,12 @@ class PromptFitter:
             units = max(units, fits + 1) if fails is None else min(max(units, fits + 1), fails - 1)
             tried = build(units)
             text = self.frame(tried.text, tried.answer_prefix)
-            found = self.count(text)
-            if found > self.budget:
+            tried_tokens = self.count(text)
+            if tried_tokens > self.budget:
                 fails = units
             else:
-                fits, question, prompt, tokens = units, tried, text, found
-            per_unit = max(found - shortest, 1) / (units - least)
+                fits, question, prompt, tokens = units, tried, text, tried_tokens
+            per_unit = max(tried_tokens - shortest, 1) / (units - least)
             units = least + int(((1 + FULL) / 2 * self.budget - shortest) / per_unit)
             steps += 1
             if steps > 4 and fails is not None:  # uneven units: bisect

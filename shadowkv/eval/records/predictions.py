@@ -85,14 +85,14 @@ class PredictionFile:
         self.path = path
         self.predictions: list[Prediction] = []
         content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(complete_lines.splitlines(), 1):
             try:
                 self.predictions.append(Prediction(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no prediction: {error}") from error
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
+        if len(complete_lines) < len(content):
+            os.truncate(path, len(complete_lines))
 
     def answered(self) -> set[tuple[tuple[str, int, str], str]]:
         """Samples and labels of the policies that answered them."""

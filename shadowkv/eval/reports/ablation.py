@@ -35,6 +35,32 @@ class Point:
     samples: int
 
 
+def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
+    """Mean score over all tasks against the values of ``field``."""
+    answers: dict[tuple[int, str], list[Prediction]] = {}
+    for p in predictions:
+        answers.setdefault((p.length, p.policy), []).append(p)
+    samples = {point: scores_by_task(answered) for point, answered in answers.items()}
+    write_ablation(field, "score", "score over all tasks, per cent", samples, model, folder)
+
+
+def write_ablation(
+    field: str, measure: str, words: str, samples: dict[tuple[int, str], list[list[float]]], model: str, folder: Path
+) -> None:
+    """Writes the table, and the plot if matplotlib is installed.
+
+    Args:
+        field: the varied one.
+        measure: the figure's name in the table.
+        words: its name in the plot.
+        samples: figures by length and label of the policy, in a list per task.
+    """
+    measured = points(field, samples)
+    write_variation(field, measure, measured, model, folder)
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot_variation(field, words, measured, measure == "score", model, folder / f"vary_{field}.png")
+
+
 def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> list[Point]:
     """One for each length and label of a policy, from the figures of its samples in a list per task."""
     return [
@@ -43,7 +69,7 @@ def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> lis
     ]
 
 
-def write_variation(field: str, measure: str, found: Sequence[Point], model: str, folder: Path) -> None:
+def write_variation(field: str, measure: str, points: Sequence[Point], model: str, folder: Path) -> None:
     """Writes vary_<field>.csv.
 
     Args:
@@ -52,31 +78,38 @@ def write_variation(field: str, measure: str, found: Sequence[Point], model: str
     with replacing(folder / f"vary_{field}.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*COLUMNS[:3], field, measure, *COLUMNS[5:]])
-        for one in found:
-            error = "" if math.isnan(one.error) else f"{one.error:.3g}"
-            writer.writerow([model, one.length, one.kv, one.value or "", f"{one.mean:.6g}", error, one.samples])
+        for point in points:
+            error = "" if math.isnan(point.error) else f"{point.error:.3g}"
+            writer.writerow(
+                [model, point.length, point.kv, point.value or "", f"{point.mean:.6g}", error, point.samples]
+            )
 
 
-def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, title: str, path: Path) -> None:
+def plot_variation(field: str, words: str, all_points: Sequence[Point], share: bool, title: str, path: Path) -> None:
     """A panel per length, a line per policy; those that do not set the field are dotted lines across.
 
     Args:
         words: the figure's name.
         share: whether it is a share, to be shown in per cent; otherwise the scale is logarithmic, without zeros.
     """
-    values = sorted({one.value for one in found if one.value is not None}, key=_order(found))
-    lengths, policies = sorted({one.length for one in found}), list(dict.fromkeys(one.kv for one in found))
+    values = sorted({point.value for point in all_points if point.value is not None}, key=_order(all_points))
+    lengths = sorted({point.length for point in all_points})
+    policies = list(dict.fromkeys(point.kv for point in all_points))
     unit = 100 if share else 1
     figure, axes = new_figure(1, len(lengths), (6, 4.2))
     for axis, length in zip(axes, lengths):
         for number, kv in enumerate(policies):
-            ones = [one for one in found if (one.length, one.kv) == (length, kv) and (share or one.mean > 0)]
-            for one in ones:
-                if one.value is None:
-                    axis.axhline(unit * one.mean, color=f"C{number}", linestyle=":", label=kv)
-            points = sorted((values.index(one.value), one.mean, one.error) for one in ones if one.value is not None)
-            if points:
-                places, means, errors = zip(*points)
+            of_policy = [point for point in all_points if (point.length, point.kv) == (length, kv)]
+            if not share:
+                of_policy = [point for point in of_policy if point.mean > 0]
+            for point in of_policy:
+                if point.value is None:
+                    axis.axhline(unit * point.mean, color=f"C{number}", linestyle=":", label=kv)
+            drawn = sorted(
+                (values.index(point.value), point.mean, point.error) for point in of_policy if point.value is not None
+            )
+            if drawn:
+                places, means, errors = zip(*drawn)
                 beside = 0.03 * (number - len(policies) / 2)  # equal figures must not hide one another
                 style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": kv}
                 bars = [unit * bar_length(error) for error in errors]
@@ -95,28 +128,10 @@ def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, 
     save_figure(figure, path)
 
 
-def _order(found: Sequence[Point]) -> Callable[[str], float]:
+def _order(points: Sequence[Point]) -> Callable[[str], float]:
     """Numbers by size, names in order of appearance."""
-    came = list(dict.fromkeys(one.value for one in found if one.value is not None))
+    came = list(dict.fromkeys(point.value for point in points if point.value is not None))
     try:
         return {value: float(value) for value in came}.__getitem__
     except ValueError:
         return lambda value: float(came.index(value))
-
-
-def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Mean score over all tasks against the values of ``field``."""
-    answers: dict[tuple[int, str], list[Prediction]] = {}
-    for p in predictions:
-        answers.setdefault((p.length, p.policy), []).append(p)
-    samples = {point: scores_by_task(answered) for point, answered in answers.items()}
-    write_ablation(field, "score", "score over all tasks, per cent", samples, model, folder)
-
-
-def write_ablation(
-    field: str, measure: str, words: str, samples: dict[tuple[int, str], list[list[float]]], model: str, folder: Path
-) -> None:
-    found = points(field, samples)
-    write_variation(field, measure, found, model, folder)
-    if importlib.util.find_spec("matplotlib") is not None:
-        plot_variation(field, words, found, measure == "score", model, folder / f"vary_{field}.png")

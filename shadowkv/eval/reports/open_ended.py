@@ -53,7 +53,7 @@ def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
             yield Row(length, task, label, len(cell[label]), _estimates(means), _estimates(paired))
 
 
-def write_csv(found: Sequence[Row], model: str, path: Path) -> None:
+def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
     """Writes it; what there is not is empty."""
     names = (*FIGURES, "agreement")
     head = [column for name in names for column in (name, f"{name}_stderr")]
@@ -61,17 +61,17 @@ def write_csv(found: Sequence[Row], model: str, path: Path) -> None:
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["model", "policy", "length", "task", "samples", *head])
-        for row in found:
+        for row in rows:
             cells = [cell for name in names for cell in rounded(row.figures.get(name))]
             cells += [cell for name in FIGURES for cell in rounded(row.differences.get(name))]
             writer.writerow([model, row.policy, row.length, row.task, row.samples, *cells])
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """The table to read."""
     head = ["length", "task", "policy", "samples", "output tokens", *(f"{name}, %" for name in SHARES)]
     table = [head, ["---:", "---", "---", *(["---:"] * (len(head) - 3))]]
-    for row in found:
+    for row in rows:
         cells = [_shown(row, name, 100 if name in SHARES else 1) for name in ("output_tokens", *SHARES)]
         table.append([str(row.length), row.task, row.policy, str(row.samples), *cells])
     note = (

@@ -26,11 +26,11 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     for axis, length in zip(axes, lengths):
         for number, label in enumerate(shown):
             beside = 0.8 * ((number + 0.5) / len(shown) - 0.5)
-            found = [
+            scores_by_row = [
                 (row + beside, values(cells.get((length, task), {}), label, score, paired))
                 for row, task in enumerate(tasks)
             ]
-            points = [(y, *mean_and_error(*scores)) for y, scores in found if scores]
+            points = [(y, *mean_and_error(*scores)) for y, scores in scores_by_row if scores]
             if points:
                 y, means, errors = zip(*points)
                 style = {"fmt": "o", "markersize": 4, "capsize": 2, "color": colour(number), "label": label}

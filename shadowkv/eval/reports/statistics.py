@@ -14,7 +14,6 @@ import numpy as np
 
 RESAMPLES = 10_000
 
-
 Estimate = tuple[float, float]
 """A mean and its standard error, NaN for a single value."""
 

@@ -58,17 +58,17 @@ class Row:
 
 def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, section: str = "") -> None:
     """Writes both tables; ``section`` is a suite's own, for the end of summary.md."""
-    found = summarise(predictions)
+    summary = summarise(predictions)
     with replacing(folder / "summary.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(rows(found, model))
-    write_text(folder / "summary.md", "\n".join(filter(None, (markdown(found, model), section))))
+        writer.writerows(rows(summary, model))
+    write_text(folder / "summary.md", "\n".join(filter(None, (markdown(summary, model), section))))
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
     """A row per length, task and policy, ``ALL`` after the other tasks of a length and full attention first."""
-    found = []
+    summary = []
     for (length, task), cell in by_cell(predictions).items():
         for label in labels(predictions):
             if label not in cell:
@@ -77,7 +77,7 @@ def summarise(predictions: Sequence[Prediction]) -> list[Row]:
             scores, tokens = values(cell, label, score), values(cell, label, output_tokens)
             differences = [] if label == BASELINE else values(cell, label, score, paired=True)
             longer = [] if label == BASELINE else values(cell, label, output_tokens, paired=True)
-            found.append(
+            summary.append(
                 Row(
                     length,
                     task,
@@ -93,7 +93,7 @@ def summarise(predictions: Sequence[Prediction]) -> list[Row]:
                     mean_and_error(*longer) if longer else None,
                 )
             )
-    return found
+    return summary
 
 
 def by_cell(predictions: Sequence[Prediction]) -> Cells:
@@ -150,7 +150,7 @@ def scores_by_task(predictions: Sequence[Prediction]) -> list[list[float]]:
     return list(tasks.values())
 
 
-def rows(found: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]]:
+def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]]:
     """Lines of summary.csv: scores in [0, 1]; what there is not is empty, as a single sample's stderr."""
     return [
         (
@@ -159,17 +159,17 @@ def rows(found: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]
             *(row.pairs, *rounded(row.difference), *rounded(row.interval)),
             *(*rounded(row.output_tokens), *rounded(row.output_tokens_difference)),
         )
-        for row in found
+        for row in summary
     ]
 
 
-def markdown(found: Sequence[Row], model: str) -> str:
+def markdown(summary: Sequence[Row], model: str) -> str:
     """The table to read, scores in per cent."""
-    policies = sorted(dict.fromkeys(row.policy for row in found), key=lambda label: label != BASELINE)
+    policies = sorted(dict.fromkeys(row.policy for row in summary), key=lambda label: label != BASELINE)
     head = ["length", "task", "samples", *policies]
     table = [head, ["---:", "---", *(["---:"] * (len(head) - 2))]]
     cells: dict[tuple[int, str], dict[str, Row]] = defaultdict(dict)
-    for row in found:
+    for row in summary:
         cells[row.length, row.task][row.policy] = row
     for (length, task), cell in cells.items():
         samples = max(row.samples for row in cell.values())
@@ -179,7 +179,7 @@ def markdown(found: Sequence[Row], model: str) -> str:
         f"Model `{model}`. Scores in per cent ± standard error; after `@` the budget, as a share or in tokens."
         f" In brackets: difference to `{BASELINE}` on the same samples, 95 % interval (paired bootstrap)."
     ]
-    if any(row.output_tokens is not None for row in found):
+    if any(row.output_tokens is not None for row in summary):
         notes.append(f" Then mean output tokens, in brackets their paired difference to `{BASELINE}` ± standard error.")
     return "\n".join(["".join(notes), "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
 

@@ -58,10 +58,10 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
         need, unit = _blocks(layout), layout.bytes_per_block()
         device += sum(need[kind] * unit[kind] for kind in ("device", "segment_slots", "states"))
         host += need["host"] * unit["host"]
-    most = free // device
+    fitting = free // device
     if host:
-        most = min(most, int(free_host_bytes() * HOST_SHARE) // host)
-    return max(1, most)
+        fitting = min(fitting, int(free_host_bytes() * HOST_SHARE) // host)
+    return max(1, fitting)
 
 
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
@@ -106,9 +106,9 @@ def prefill_all(
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
     """Tokens that the last step attended to, and the smallest value of each of the cache's diagnostics in any layer."""
-    found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
+    attended: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
     least = {f"least_{name}": round(float(x.min()), 4) for name, x in cache.diagnostics(sequence).items()}
-    return {**found, **least}
+    return {**attended, **least}
 
 
 def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:

@@ -25,7 +25,8 @@ from shadowkv.wording import counted
 
 
 class Answering:
-    """A cache for ``slots`` sequences of ``capacity`` tokens, and the sequences in it.
+    """A cache of one policy for ``slots`` sequences of ``capacity`` tokens, and the sequences in it, which answer
+    together: every step decodes all that have not ended.
 
     Decode steps are CUDA graphs where the engine's would be.
     """
@@ -57,8 +58,8 @@ class Answering:
                 self.cache.extend(sequence, length + len(new), sequence.capacity)
                 work.append((sequence, new))
             tokens = prefill(self.runner.model, self.cache, work).argmax(-1).tolist()
-            for answer, found in zip(answers, self._decode(tokens, limit, ends), strict=True):
-                answer.append(found)
+            for answer, next_answer in zip(answers, self._decode(tokens, limit, ends), strict=True):
+                answer.append(next_answer)
         return answers
 
     def figures(self) -> list[dict[str, float | int]]:
@@ -112,15 +113,15 @@ class Forks:
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
         """Predictions of each batch, policy after policy; raises ValueError for a sample that is too long."""
-        groups = [list(group) for _, group in groupby(work, lambda one: _kind(*one))]
-        most = max(map(len, groups), default=0)
+        groups = [list(group) for _, group in groupby(work, lambda asked: _kind(*asked))]
+        largest_group = max(map(len, groups), default=0)
         for group in groups:
             samples, policies = [sample for sample, _ in group], group[0][1]
             while samples:
-                self._open(policies, samples[0].length, most)
+                self._open(policies, samples[0].length, largest_group)
                 with ThreadPoolExecutor() as threads:  # the tokeniser releases the interpreter's lock
                     prompts = list(threads.map(self._encode, samples[: self._slots]))
-                self._open(policies, max(one.need for one in prompts), most)
+                self._open(policies, max(prompt.need for prompt in prompts), largest_group)
                 yield from self._answer(prompts[: self._slots], policies)
                 samples = samples[self._slots :]
 
@@ -135,15 +136,16 @@ class Forks:
             )
         return Prompts(sample, turns, need)
 
-    def _open(self, policies: list[Policy], capacity: int, most: int) -> None:
-        """Provides caches of all ``policies`` for up to ``most`` sequences of ``capacity`` tokens."""
+    def _open(self, policies: list[Policy], capacity: int, largest_group: int) -> None:
+        """Provides caches of all ``policies`` for up to ``largest_group`` sequences of ``capacity`` tokens."""
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
         gc.collect()  # a cache and its graphs refer to each other
         specs = [policy.spec for policy in policies if policy.spec is not None]
         fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
-        self._capacity, self._slots = capacity, -(-most // -(-most // fit))  # batches of about the same size
+        batches = -(-largest_group // fit)
+        self._capacity, self._slots = capacity, -(-largest_group // batches)  # batches of about the same size
         for policy, spec in zip(policies, specs, strict=True):
             self._caches[policy.label] = Answering(self.loaded, spec, capacity, self._slots)
 
@@ -151,26 +153,26 @@ class Forks:
         caches = [self._caches[policy.label] for policy in policies]
         first: list[list[int]] = []  # by prompt and policy
         prefill_seconds = []
-        for one in prompts:
+        for prompt in prompts:
             start = time.perf_counter()
-            first.append(self._prefill(caches, one))
+            first.append(self._prefill(caches, prompt))
             prefill_seconds.append(time.perf_counter() - start)
-        limit, turns = prompts[0].sample.max_new_tokens, [one.turns[1:] for one in prompts]
+        limit, turns = prompts[0].sample.max_new_tokens, [prompt.turns[1:] for prompt in prompts]
         for policy, cache, tokens in zip(policies, caches, zip(*first, strict=True), strict=True):
             start = time.perf_counter()
             answers = cache.answers(list(tokens), turns, limit, self.ends)
             seconds = (time.perf_counter() - start) / len(prompts)
-            for row, (one, of_sequence) in enumerate(zip(prompts, cache.figures(), strict=True)):
+            for row, (prompt, of_sequence) in enumerate(zip(prompts, cache.figures(), strict=True)):
                 texts = [self.loaded.tokenizer.decode(answer) for answer in answers[row]]
                 yield Prediction(
-                    task=one.sample.task,
-                    id=one.sample.id,
-                    length=one.sample.length,
+                    task=prompt.sample.task,
+                    id=prompt.sample.id,
+                    length=prompt.sample.length,
                     policy=policy.label,
                     kv=policy.kv,
-                    budget=policy.budget(one.sample.length),
+                    budget=policy.budget(prompt.sample.length),
                     predictions=texts,
-                    score=score(one.sample, texts),
+                    score=score(prompt.sample, texts),
                     seconds=round(seconds, 4),
                     prefill_seconds=round(prefill_seconds[row], 4),
                     attended_tokens=int(of_sequence["attended_tokens"]),
@@ -179,10 +181,11 @@ class Forks:
                 )
             cache.clear()
 
-    def _prefill(self, caches: list[Answering], one: Prompts) -> list[int]:
+    def _prefill(self, caches: list[Answering], prompt: Prompts) -> list[int]:
         """The prompt in every cache; returns the tokens after it."""
-        found, logits = prefill_all(self.loaded.model, [one.cache for one in caches], one.turns[0], one.need)
-        for cache, sequence in zip(caches, found, strict=True):
+        stores = [answering.cache for answering in caches]
+        sequences, logits = prefill_all(self.loaded.model, stores, prompt.turns[0], prompt.need)
+        for cache, sequence in zip(caches, sequences, strict=True):
             cache.sequences.append(sequence)
         return [int(token) for token in logits.argmax(-1).tolist()]  # waits for the device
 

@@ -142,10 +142,10 @@ def _fields(task: str, row: dict[str, Any]) -> dict[str, str]:
 
 
 def _search(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"{text!r} has nothing like {pattern!r}")
-    return found.group()
+    return match.group()
 
 
 def _references(row: dict[str, Any]) -> tuple[str, ...]:

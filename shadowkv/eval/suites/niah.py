@@ -58,14 +58,14 @@ def samples(
     Raises ValueError where the questions alone do not fit.
     """
     filler = Filler(hay, count_tokens)
-    found = []
+    drawn = []
     for task in tasks:
         number, questions = {"niah_single": (1, 1), "niah_multi": (needles, 1)}.get(task, (turns, turns))
         for depth in depths:
             for index in range(count):
                 rng = random.Random(f"{seed}/{task}/{length}/{depth:g}/{index}")
                 turned, references = _conversation(filler, length, depth, number, questions, rng)
-                found.append(
+                drawn.append(
                     Sample(
                         task=task,
                         id=f"{depth:g}-{index}",
@@ -76,7 +76,7 @@ def samples(
                         length=length,
                     )
                 )
-    return found
+    return drawn
 
 
 def depth_of(sample_id: str) -> float:

@@ -72,7 +72,7 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
     """
     asked = _TASKS[task]
     fitter, hay = PromptFitter(tokenizer, length, NEW_TOKENS, chat), None if asked.code else essays()
-    found = []
+    drawn = []
     for index in range(count):
         units, separator = _units(hay, length, f"{seed}/{index}")
 
@@ -84,8 +84,8 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
             prompt, _ = fitter.fill(build, 1, len(units))
         except TooShortError as error:
             raise TooShortError(f"{task} at length {length}: {error}") from error
-        found.append(Sample(task, f"{seed}-{index}", (prompt,), ((),), NEW_TOKENS, "no_loop", length))
-    return found
+        drawn.append(Sample(task, f"{seed}-{index}", (prompt,), ((),), NEW_TOKENS, "no_loop", length))
+    return drawn
 
 
 def _units(hay: Haystack | None, length: int, seed: str) -> tuple[Sequence[str], str]:

@@ -83,9 +83,9 @@ def open_ended_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[S
 def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
     """Samples of every length and task, in that order, made in threads: most of the time goes to the tokeniser."""
     with ThreadPoolExecutor() as threads:
-        found = [threads.submit(make, length, task) for length in lengths for task in tasks]
+        futures = [threads.submit(make, length, task) for length in lengths for task in tasks]
         try:
-            return [sample for samples in found for sample in samples.result()]
+            return [sample for samples in futures for sample in samples.result()]
         finally:
             threads.shutdown(cancel_futures=True)
 

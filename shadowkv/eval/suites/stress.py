@@ -36,18 +36,18 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
     build, least = KINDS[kind]
     example = build(least, random.Random(f"{kind}/{seed}/0"))
     max_new_tokens = int(ANSWER_MARGIN * len(tokenizer.encode("\n".join(answer_lines(kind, example)))))
-    fitter, found = PromptFitter(tokenizer, length, max_new_tokens), []
+    fitter, drawn = PromptFitter(tokenizer, length, max_new_tokens), []
     for index in range(count):
         try:
             prompt, question = fitter.fill(_seeded(build, f"{kind}/{seed}/{index}"), least)
         except TooShortError as error:
             raise TooShortError(f"{kind} at length {length}: {error}") from error
-        found.append(
+        drawn.append(
             Sample(
                 kind, f"{seed}-{index}", (prompt,), (question.references,), max_new_tokens, "string_match_all", length
             )
         )
-    return found
+    return drawn
 
 
 def needles(units: int, rng: random.Random) -> Question:

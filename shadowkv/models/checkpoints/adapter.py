@@ -26,7 +26,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
 }
 
-
 _MAX_RANK, _MAX_ALPHA = 1 << 16, 1e9
 _OTHER = "use an adapter of this model"
 
@@ -49,7 +48,7 @@ class Adapter:
         wrong = _wrong_fields(config)
         if wrong:
             raise ModelFileError(config_file, in_words(wrong))
-        rank, wanted = config["r"], config.get("target_modules")
+        rank, targeted = config["r"], config.get("target_modules")
         reasons = [f"{key}={config[key]!r} is not supported" for key in _PLAIN if config.get(key) not in _PLAIN[key]]
         modules: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in read_shapes(weights_file).items():
@@ -65,7 +64,7 @@ class Adapter:
                 reasons.append(f"{module} has matrices of shapes {shapes['A']} and {shapes['B']}")
             elif shapes["A"][0] != rank or shapes["B"][1] != rank:
                 reasons.append(f"{module} has rank {shapes['A'][0]}, the config says {rank}")
-            if isinstance(wanted, list) and not any(module == end or module.endswith("." + end) for end in wanted):
+            if isinstance(targeted, list) and not any(module == end or module.endswith("." + end) for end in targeted):
                 reasons.append(f"{module} is not among target_modules")
         if not modules:
             reasons.append("it has no LoRA matrices")
@@ -77,17 +76,17 @@ class Adapter:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks the adapter against a model's weights; raises ModelFileError where a pair does not fit."""
-        left = []
+        unknown = []
         for module, pair in self._pairs.items():
             update, needed = (pair["B"].shape[0], pair["A"].shape[1]), shapes.get(f"{module}.weight")
             if needed is None:
-                left.append(module)
+                unknown.append(module)
             elif update != needed:
                 raise ModelFileError(
                     self._directory, f"the adapter's {module} is {update}, the model's {needed}", _OTHER
                 )
-        if left:
-            reason = f"the adapter has modules that the model lacks: {in_words(sorted(left))}"
+        if unknown:
+            reason = f"the adapter has modules that the model lacks: {in_words(sorted(unknown))}"
             raise ModelFileError(self._directory, reason, _OTHER)
 
     @property
@@ -106,8 +105,8 @@ class Adapter:
 
 def _wrong_fields(config: dict[str, Any]) -> list[str]:
     """A reason for every field needed for the scale and the pairs that does not have a valid value."""
-    rank, alpha, wanted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
-    names = wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]
+    rank, alpha, targeted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    names = targeted if isinstance(targeted, list) else [] if targeted is None else [targeted]
     fine = {
         "peft_type": config.get("peft_type") == "LORA",
         "r": type(rank) is int and 0 < rank <= _MAX_RANK,

@@ -65,10 +65,10 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
     names = names or {}
     reasons = [f"{names.get(name, name)} is missing" for name in _REQUIRED if hf.get(name) is None]
 
-    def check(fields: Mapping[str, Any], name: str, fine: Callable[[Any], bool], wanted: str) -> None:
+    def check(fields: Mapping[str, Any], name: str, fine: Callable[[Any], bool], expected: str) -> None:
         value = fields.get(name)
         if value is not None and not fine(value):
-            reasons.append(f"{names.get(name, name)}={_short(value)} is not {wanted}")
+            reasons.append(f"{names.get(name, name)}={_short(value)} is not {expected}")
 
     def whole(least: int, most: int) -> Callable[[Any], bool]:
         return lambda value: type(value) is int and least <= value <= most

@@ -93,13 +93,13 @@ class GGUFFile:
         """A tensor in its blocks if it has a ``form``, otherwise as ``tensor``; a copy. Raises as that does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
-            found: Stored = self.tensor(name)
+            weight: Stored = self.tensor(name)
         else:
-            found = Blocks(torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()), form)
+            weight = Blocks(torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()), form)
         if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
             start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
-        return found
+        return weight
 
     def tensor(self, name: str) -> Tensor:
         """A tensor dequantised to float32, rows first; a copy. Raises ModelFileError for types without a decoder."""

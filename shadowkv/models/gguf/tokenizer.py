@@ -68,12 +68,12 @@ def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> 
     if file.value("tokenizer.ggml.token_type") is not None:
         types = file.list_of("tokenizer.ggml.token_type", int, length=len(tokens))
     added = {
-        wanted: [
-            AddedToken(token, normalized=False, special=wanted == _CONTROL)
-            for token, found in zip(tokens, types)
-            if found == wanted
+        added_type: [
+            AddedToken(token, normalized=False, special=added_type == _CONTROL)
+            for token, token_type in zip(tokens, types)
+            if token_type == added_type
         ]
-        for wanted in (_CONTROL, _USER_DEFINED)
+        for added_type in (_CONTROL, _USER_DEFINED)
     }
     with naming(file.path), library_errors("the tokeniser"):
         backend = _BUILDERS[kind](file, tokens)

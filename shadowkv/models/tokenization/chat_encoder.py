@@ -60,7 +60,7 @@ class ChatEncoder:
     def encode(self, rendered: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a prompt rendered from marked messages; ``add_special_tokens`` as for a text."""
         backend, names = self._renamed
-        text = self.without_marks(self._whole.sub(lambda found: names[found.group()], rendered))
+        text = self.without_marks(self._whole.sub(lambda match: names[match.group()], rendered))
         # In a batch of one: encode() would hold the interpreter's lock.
         return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -128,11 +128,11 @@ class ChatEncoder:
 
     def _firsts(self, text: str) -> set[int]:
         """Where special tokens' strings begin in a text: whole ones, and those that surrounding text may complete."""
-        found = set()
+        places = set()
         for special in self._special:
             place = text.find(special)
             while place >= 0:
-                found.add(place)
+                places.add(place)
                 place = text.find(special, place + 1)
         core = text.strip()  # as most templates strip it
         begin = text.find(core)
@@ -140,6 +140,6 @@ class ChatEncoder:
             sizes = range(1, min(self._longest, len(core) + 1))
             inside = len(core) < self._longest and any(core in special for special in self._special)
             if inside or any(core[:size] in self._ends for size in sizes):
-                found.add(begin)
-            found |= {begin + len(core) - size for size in sizes if core[-size:] in self._beginnings}
-        return found
+                places.add(begin)
+            places |= {begin + len(core) - size for size in sizes if core[-size:] in self._beginnings}
+        return places

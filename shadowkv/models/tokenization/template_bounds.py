@@ -112,19 +112,19 @@ def _weight(value: Any) -> int:
     views.
     """
     weight = items = 0
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            weight += len(one)
-        elif isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple)):
-            left += one
-        elif not (one is None or isinstance(one, _SHORT)):
-            raise TemplateRuntimeError(f"it writes a {type(one).__name__} as text")
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, str):
+            weight += len(part)
+        elif isinstance(part, dict):
+            pending += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            pending += part
+        elif not (part is None or isinstance(part, _SHORT)):
+            raise TemplateRuntimeError(f"it writes a {type(part).__name__} as text")
         items += 1
-        if items > MAX_ITEMS or weight > MAX_CHARACTERS or len(left) > MAX_ITEMS:
+        if items > MAX_ITEMS or weight > MAX_CHARACTERS or len(pending) > MAX_ITEMS:
             raise _too_large()
     return weight + items
 

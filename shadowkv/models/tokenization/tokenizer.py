@@ -16,13 +16,12 @@ _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
 """Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
 
-
 LONG_TOKENS = 1_000
 """Decoding fewer takes less time than waiting for another thread's turn."""
 
 
 class DecodeStream:
-    """Incremental detokeniser of one sequence.
+    """Incremental detokeniser of one sequence: text that never ends in the middle of a character.
 
     A tokeniser's decoder depends on neighbours (a leading space, the bytes of one character), so a token is decoded
     after the ones last emitted, and held back while the text ends in an incomplete character.

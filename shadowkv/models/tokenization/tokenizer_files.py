@@ -18,10 +18,8 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-
 MAX_NAMED, MAX_QUOTED = 5, 40
 """Most tokens that a warning names, and most characters of each."""
-
 
 _BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -153,11 +151,13 @@ def _alphabet() -> tuple[str, ...]:
 
 
 BYTE_ALPHABET = _alphabet()
-"""Character of each byte; non-printing bytes, including the space, get characters from U+0100 on."""
+"""The alphabet of byte-level BPE (GPT-2's convention): a printable character for each byte. Non-printing bytes,
+including the space, get characters from U+0100 on."""
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive; eos tokens are printed as nothing."""
+    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive: every byte is a token, the other ids are
+    printed as <id>, eos tokens as nothing."""
     vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
     vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -94,9 +94,9 @@ def samples(
     kind = _TASKS[task]
     generator = kind.generator(tokenizer, length, seed, data)
     fitter = PromptFitter(tokenizer, length, kind.max_new_tokens, chat)
-    found: list[Sample] = []
+    drawn: list[Sample] = []
     index = skipped = 0
-    while len(found) < count:
+    while len(drawn) < count:
         try:
             build = _build(generator, task, seed, index)
             prompt, question = fitter.fill(build, generator.least, generator.most)
@@ -106,13 +106,13 @@ def samples(
                 raise TooShortError(f"{task} at length {length}: {error}") from error
         else:
             skipped = 0
-            found.append(
+            drawn.append(
                 Sample(
                     task, f"{seed}-{index}", (prompt,), (question.references,), kind.max_new_tokens, kind.metric, length
                 )
             )
         index += 1
-    return found
+    return drawn
 
 
 def _build(generator: Generator, task: str, seed: int, index: int) -> Callable[[int], Question]:

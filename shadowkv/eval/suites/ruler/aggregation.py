@@ -25,7 +25,10 @@ EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
 
 class CommonWords:
-    """Questions after a solved example. A unit is a distinct word in the list, ten of which are common."""
+    """Questions about the words that a numbered list repeats most often, after a solved example.
+
+    A unit is a distinct word in the list, ten of which are common.
+    """
 
     least: int = COMMON + 1
 
@@ -68,7 +71,8 @@ LEAST_WORDS = 100  # from here on the fourth word is rarer than the third and mo
 
 
 class FrequentWords:
-    """Questions about words whose frequency at rank k is proportional to k^-2; rank 1 is noise. A unit is a word."""
+    """Questions about the three most frequent of made-up words under Zipf's law: their frequency at rank k is
+    proportional to k^-2, and rank 1 is noise. A unit is a word."""
 
     least: int = LEAST_WORDS
     most: int | None = None

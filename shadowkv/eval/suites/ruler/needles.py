@@ -92,9 +92,9 @@ class Needles:
             context = "\n".join(_spread(needles, lines, rng))
         asked = rng.sample(keys[: config.num_keys], config.num_queries)
         references = tuple(value for key in asked for value in values[key])
-        one = len(references) == 1
-        text, prefix = ONE if one else SEVERAL
-        kind = config.values.removesuffix("s") if one else config.values
+        is_single = len(references) == 1
+        text, prefix = ONE if is_single else SEVERAL
+        kind = config.values.removesuffix("s") if is_single else config.values
         query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
         return Question(
             text.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query), references
