@@ -72,7 +72,11 @@ class BuildIfPossible(build_ext):
 
 setup(
     packages=find_packages(include=["shadowkv", "shadowkv.*"]),
-    package_data={"shadowkv": ["py.typed"], "shadowkv.serve.page": ["static/*"], "shadowkv.models": ["configs/*.json"]},
+    package_data={
+        "shadowkv": ["py.typed"],
+        "shadowkv.serve.page": ["static/*"],
+        "shadowkv.models": ["catalogue/*.json"],
+    },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildIfPossible},
 )

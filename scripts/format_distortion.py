@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shadowkv.eval.caches import open_cache, prefill_all
+from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, exact_values, sealed_rows
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec

@@ -22,20 +22,20 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import device_of, load_from_config
 from shadowkv.eval.__main__ import main as evaluate
 from shadowkv.eval.fidelity.measured import of_policy, read_measured
+from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.fidelity.report import FIGURES, over_prompts
-from shadowkv.eval.fidelity.texts import read_prompts
-from shadowkv.eval.files import Prediction, PredictionFile
-from shadowkv.eval.policies import local_policies
 from shadowkv.eval.provenance import provenance
-from shadowkv.eval.ruler import TASKS
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.records.policies import local_policies
+from shadowkv.eval.records.predictions import Prediction, PredictionFile
+from shadowkv.eval.reports.statistics import mean_and_error
+from shadowkv.eval.suites.ruler import TASKS
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.loader import load_config
-from shadowkv.plan.memory import sequence_bytes
+from shadowkv.plan.planner import sequence_bytes
 
 Cell = dict[str, Any]
 CONTEXTS = (61440, 124928)

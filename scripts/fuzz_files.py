@@ -36,9 +36,9 @@ from safetensors.numpy import save_file
 from tiny_model import CONFIG
 
 from shadowkv.models import Decoder, load_model
-from shadowkv.models.chat_template import ChatTemplate
-from shadowkv.models.files import ModelFileError
-from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.checkpoints.files import ModelFileError
+from shadowkv.models.families.registry import config_from_hf, family
+from shadowkv.models.tokenization.chat_template import ChatTemplate
 from shadowkv.serve.bodies.body import parse_json
 
 CASE_SECONDS, MEMORY = 20, 2 << 30

@@ -38,8 +38,8 @@ from soak_client import Lost, SoakClient
 from soak_server import start_server, stop_server
 
 from shadowkv.engine.config import DEFAULT_MODEL
-from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
+from shadowkv.eval.records.predictions import write_json
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.disk.files import TEMPORARY
 

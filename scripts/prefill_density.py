@@ -30,9 +30,9 @@ from torch import Tensor
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval import ruler
-from shadowkv.eval.caches import open_cache, prefill
 from shadowkv.eval.provenance import provenance
+from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.eval.suites import ruler
 from shadowkv.kvcache.policy.spec import PREFILL_ERROR
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset

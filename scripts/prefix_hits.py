@@ -37,9 +37,9 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.eval.fidelity.follower import kl_divergence
-from shadowkv.eval.fidelity.texts import read_prompts
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.fidelity.follow import kl_divergence
+from shadowkv.eval.fidelity.prompts import read_prompts
+from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel

@@ -23,9 +23,9 @@ from sweep_engine import about, step
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.eval.ruler import samples
-from shadowkv.eval.ruler.needles import ONE
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.reports.statistics import mean_and_error
+from shadowkv.eval.suites.ruler import samples
+from shadowkv.eval.suites.ruler.needles import ONE
 
 ANSWER = 16
 """Tokens of an answer: more than a number has."""

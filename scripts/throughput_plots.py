@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from shadowkv.eval.plots import add_legend, new_figure, save_figure
+from shadowkv.eval.reports.plots import add_legend, new_figure, save_figure
 
 COLOURS = {
     "full": "tab:gray",

@@ -23,14 +23,14 @@ from harness import open_cache
 from torch import Tensor
 
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
-from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
+from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 LAYERS, HIDDEN, INTERMEDIATE = 3, 4096, 14336

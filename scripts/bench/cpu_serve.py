@@ -60,7 +60,7 @@ def run_theirs(dtype: str) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shadowkv.models.catalogue import fetch
+    from shadowkv.models.sources import fetch
 
     file = fetch(MODEL)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, dtype)).eval()

@@ -23,7 +23,7 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.apply_rope.reference import rope_by
 
 
@@ -122,8 +122,8 @@ class Batch:
             prefill = cache.prefill_batch(self._admit(cache, counts))
             size = BLOCK_TOKENS[cache.device.type]
             starts = range(0, prefill.num_tokens, size)
-            found = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
-            blocks = [(block, slice(block.start, block.stop)) for block in found]
+            prefill_blocks = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(block, slice(block.start, block.stop)) for block in prefill_blocks]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)

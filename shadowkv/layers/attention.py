@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.projection import projection
-from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):

@@ -1,4 +1,4 @@
-"""LayerSpec: the sizes and switches of a decoder layer, as the layers need them."""
+"""LayerSpec: the sizes and switches of a decoder layer, as layers need them, and the projections that it selects."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.layers.block_matrix import Run
+from shadowkv.layers.block_matrix import BlockLinear, Run
 from shadowkv.layers.group import Group
+from shadowkv.layers.linear import FP8Linear, Linear
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,16 @@ class LayerSpec:
     dtype: torch.dtype
     device: torch.device
     group: Group
+
+
+Projection = Linear | FP8Linear | BlockLinear
+
+
+def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
+    """A projection whose weights are quantised where the spec says so; ``name`` is its name within the layer."""
+    dtype, device = spec.dtype, spec.device
+    if spec.quantization == "fp8":
+        return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
+    if runs := spec.runs.get(f"{name}.weight"):
+        return BlockLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device)
+    return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

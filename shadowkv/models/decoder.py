@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import DecoderLayer
-from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.layers.linear import SCALE
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.registry import Ops
 
@@ -100,8 +100,8 @@ class Decoder(nn.Module):
             return F.embedding(token_ids, self.embedding)
         rows = token_ids - self.group.rank * len(self.embedding)
         here = (rows >= 0) & (rows < len(self.embedding))
-        found = F.embedding(torch.where(here, rows, 0), self.embedding)
-        return self.group.sum(found * here.unsqueeze(-1))
+        embedded = F.embedding(torch.where(here, rows, 0), self.embedding)
+        return self.group.sum(embedded * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on

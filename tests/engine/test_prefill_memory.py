@@ -13,7 +13,7 @@ from allocations import peak_bytes
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
-from shadowkv.eval.caches import prefill
+from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -25,9 +25,9 @@ from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sealing import pages as sealing
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.low_rank_basis import reference as basis
 from shadowkv.ops.quantise_rows import reference as rows

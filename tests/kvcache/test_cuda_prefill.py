@@ -14,9 +14,9 @@ from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 if not torch.cuda.is_available():

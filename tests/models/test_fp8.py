@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from test_adapter import random_pairs, write_adapter
 from test_families import LENGTHS, sequences
 
-from shadowkv.layers.fp8_linear import SCALE, FP8Linear
-from shadowkv.models import Decoder, load_config, load_model, requirements
-from shadowkv.models.fp8 import unfit
+from shadowkv.layers.linear import SCALE, FP8Linear
+from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models.loader import unfit
 from shadowkv.ops.quantise_tokens.reference import FP8, quantise_tokens
 from shadowkv.ops.registry import Ops
 
@@ -28,7 +28,7 @@ LAYER = "model.layers.1"
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references stand in for hardware."""
-    monkeypatch.setattr(requirements, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
 
 
 def projections(model: Decoder) -> dict[str, FP8Linear]:

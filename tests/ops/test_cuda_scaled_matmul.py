@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from shadowkv.layers.fp8_linear import FP8Linear
-from shadowkv.models.fp8 import fill_quantised, unfit
+from shadowkv.layers.linear import FP8Linear
+from shadowkv.models.checkpoints.stored_weight import fill_quantised
+from shadowkv.models.loader import unfit
 from shadowkv.ops.quantise_tokens import reference as quantise_reference
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference

@@ -30,7 +30,7 @@ from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
-from shadowkv.plan.memory import sequence_bytes
+from shadowkv.plan.planner import sequence_bytes
 from shadowkv.wording import GIB
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)

@@ -20,7 +20,7 @@ from tiny_model import tiny_model
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.files import Prediction
+from shadowkv.eval.records.predictions import Prediction
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 

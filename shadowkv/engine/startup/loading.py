@@ -20,7 +20,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
