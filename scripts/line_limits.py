@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OF_A_FILE, OF_A_FUNCTION = 600, 80
 """Lines, at most."""
 
-FOLDERS = ("shadowkv", "scripts", "csrc", "tests")
+FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness", "csrc", "tests")
 FILES_ALONE = "tests/"
 """Functions of this folder are not measured."""
 

@@ -12,7 +12,7 @@ import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "structure.md"
-FOLDERS = ("shadowkv", "scripts")
+FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness")
 INTRODUCTION = """# Structure
 
 How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)

@@ -6,8 +6,9 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from chat_trace import ChatTrace, TraceShape
-from peer_drive import LARGEST_ID, Driver
+
+from benchmarks.peer.peer_drive import LARGEST_ID, Driver
+from benchmarks.prefix_cache.chat_trace import ChatTrace, TraceShape
 
 HITS = 5
 """Requests that count where they come one after the other."""

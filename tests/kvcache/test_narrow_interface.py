@@ -18,6 +18,8 @@ OUTSIDE = (
     "shadowkv/models",
     "shadowkv/eval",
     "scripts",
+    "benchmarks",
+    "robustness",
 )
 INSIDE = {"store", "pool", "sealing", "prefill", "decode", "transfer", "parts"}
 SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}

@@ -1,0 +1,148 @@
+"""Attention over selected chunks in CUDA: time per call, and bytes read per second.
+
+``python -m benchmarks.ops.attend_selected``: Llama-3.1-8B's attention (32 query and 8 kv heads of 128, rank 160)
+over random chunks of sequences, in ascending order, on shuffled pages. Timed is the kernel that the op takes, as
+replays of a CUDA graph whose calls each select other chunks, so that no call finds its bytes in the second-level
+cache. Bytes are latents and values once per token and kv head, the basis once per sequence and the selection; the
+floor is their time at 4.5 TB/s, which is what an H200 reads. Every case is checked against the reference in float32
+first; medians count.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks.ops.timing import READ_SPEED, Row, microseconds, run
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
+from shadowkv.ops.attend_selected import cuda, reference
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.codec import LatentCodec
+from shadowkv.ops.page import PAGE
+
+HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
+COLD = 200 << 20
+"""Bytes that the calls of a graph read in total at least; the cache holds 50 MiB."""
+
+Case = tuple[int, int, int, int, str, str]
+CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
+    (batch, length, budget, chunk, keys, values)
+    for keys, values, shapes, chunks in (
+        ("int4", "4-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int4", "3-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int4", "2-bit", [(63, 61440, 960)], (1,)),
+        ("int4", "4-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int4", "3-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int4", "4-bit", [(48, 61440, 1024)], (8, 2)),
+        ("bf16", "bf16", [(48, 61440, 1024)], (8,)),
+    )
+    for batch, length, budget in shapes
+    for chunk in chunks
+]
+
+LATENTS: dict[str, LatentCodec] = {"int4": Int4Latents(), "bf16": DenseLatents()}
+
+WIDTHS = {"4-bit": 4, "3-bit": 3, "2-bit": 2, "bf16": 16}
+"""Bits of an entry of a value."""
+
+Call = tuple[torch.Tensor, KeySource, ValueSource, torch.Tensor]
+
+
+def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values: str) -> list[Call]:
+    """Arguments of some calls over the same pages."""
+    chunks, device = PAGE // chunk, torch.device("cuda")
+    codec = LATENTS[keys]
+    row, stored = codec.field(RANK, torch.bfloat16)
+    key = Field("latents", (chunks, chunk, row), stored)
+    bits, coded = WIDTHS[values], values != "bf16"
+    width, dtype = (DIM * bits // 8, torch.uint8) if coded else (DIM, torch.bfloat16)
+    fields = [
+        key,
+        Field("values", (HEADS, chunks, chunk, width), dtype),
+        Field("scale", (HEADS, PAGE, 1), torch.float16),
+    ]
+    blocks = batch * -(-length // PAGE)
+    tier = Tier("device", 1, -(-sum(field.nbytes for field in fields) // 256) * 256, blocks, device)
+    view = {name: layers[0] for name, layers in tier.views(fields).items()}
+    tier.arena.view(torch.int8).random_(-128, 128)
+    names = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)].to(device)
+    for part in names.split(4096):
+        view["scale"][part] = torch.rand(len(part), HEADS, PAGE, 1, device=device).half()
+        for name in ("latents", "values"):
+            if view[name].dtype == torch.bfloat16:
+                view[name][part] = torch.randn(len(part), *view[name].shape[1:], device=device).bfloat16()
+    pages = names.view(batch, -1)
+    basis = torch.randn(batch, RANK, HEADS, DIM, device=device) / RANK**0.5
+    if codec.largest:  # random codes have a standard deviation of 1 / 3**0.5 of the largest
+        basis *= (3**0.5 / codec.largest_codes(RANK, device))[:, None, None]
+    mean = torch.randn(batch, HEADS, DIM, device=device)
+    rotary = RotaryTables(RopeConfig(DIM, theta=500000.0), length, device)
+    states = torch.randperm(batch, device=device)
+    first, state = torch.zeros_like(states), (basis.bfloat16(), mean.bfloat16())
+    k = LatentKeys(view["latents"], codec, *state, states, pages, first, rotary)
+    v: ValueSource = DenseRows(view["values"], pages)
+    if coded:
+        rotation = torch.linalg.qr(torch.randn(DIM, DIM, device=device))[0].contiguous()
+        v = CodedRows(view["values"], view["scale"], ROTATED_ROWS[bits], DIM, rotation, pages)
+    q = torch.randn(batch, HEADS * GROUP, DIM, device=device).bfloat16()
+    calls = max(4, -(-COLD // nbytes(batch, budget, chunk, keys, values)))
+    selections = (
+        torch.rand(batch, HEADS, length // chunk, device=device).topk(budget // chunk)[1].sort(-1)[0]
+        for _ in range(calls)
+    )
+    return [(q, k, v, selected) for selected in selections]
+
+
+def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
+    """Bytes that a call has to read."""
+    row, dtype = LATENTS[keys].field(RANK, torch.bfloat16)
+    token = row * dtype.itemsize + DIM * WIDTHS[values] // 8 + (0 if values == "bf16" else 2)
+    return batch * HEADS * (budget * token + budget // chunk * 8 + RANK * DIM * 2)
+
+
+def check(call: Call) -> None:
+    """Ends the program if the kernel's error is more than rounding, on the first row."""
+    q, k, v, selected = call
+    out, lse = cuda.attend_selected(*call)
+    assert isinstance(k, LatentKeys)
+    mean = None if k.mean is None else k.mean.float()
+    latents = k.latents if k.codec.largest else k.latents[k.pages[0]].float()
+    pages = k.pages if k.codec.largest else torch.arange(k.pages.shape[1], device=q.device)[None]
+    wide = replace(
+        k, latents=latents, basis=k.basis.float(), mean=mean, states=k.states[:1], pages=pages[:1], first=k.first[:1]
+    )
+    near = DenseRows(v.rows, v.pages[:1]) if isinstance(v, DenseRows) else v
+    if isinstance(near, CodedRows):
+        near = replace(near, pages=near.pages[:1])
+    exact = reference.attend_selected(q[:1].float(), wide, near, selected[:1])
+    for name, one, expected in zip(("out", "lse"), (out, lse), exact):
+        error = (one[:1].float() - expected).abs().max().item()
+        allowed = 2e-2 * expected.abs().max().item()
+        if not error <= allowed:
+            raise SystemExit(f"{name} is off by {error:.2g}, allowed {allowed:.2g}")
+
+
+def measure(case: Case) -> list[Row]:
+    """Times one case."""
+    batch, length, budget, chunk, keys, values = case
+    calls = problem(*case)
+    check(calls[0])
+    time = microseconds([partial(cuda.attend_selected, *call) for call in calls])
+    moved = nbytes(batch, budget, chunk, keys, values)
+    floor = moved / READ_SPEED * 1e6
+    row: Row = {
+        "rows": batch, "tokens": length, "selected": budget, "chunk": chunk, "keys": keys, "values": values,
+        "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+    }  # fmt: skip
+    return [row]
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, cuda.available(), CASES, measure))

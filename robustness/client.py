@@ -1,0 +1,139 @@
+"""How a soak talks to its server: requests that must get their answers, whole, streamed and as a chat's turns."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from robustness.soak_answer import Answer
+
+LONGEST_ANSWER = 128
+TURN_TOKENS = 16
+
+
+@dataclass
+class Turn:
+    """What a chat has said so far, how many of its tokens the server had cached, and the answer."""
+
+    messages: list[dict[str, str]]
+    cached: int
+    answer: Answer
+
+
+class Lost(Exception):
+    """A good request without a good answer, or a bad one with one."""
+
+
+@dataclass
+class SoakClient:
+    """One run's connection to the server; ``limit`` and ``tokens`` are the server's longest context and some tokens.
+
+    Args:
+        client: talks to the server.
+        args: the command line's.
+    """
+
+    client: httpx.AsyncClient
+    args: argparse.Namespace
+    counts: Counter[str] = field(default_factory=Counter)
+    random: random.Random = field(default_factory=random.Random)
+    limit: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    def prompt(self, share: float, answer: int) -> list[int]:
+        """Token ids of a prompt, from 1 token (0) to the most that the context has room for beside the answer (1)."""
+        longest = min(self.limit - answer, len(self.tokens))
+        length = max(1, round(longest**share))
+        begin = self.random.randrange(len(self.tokens) - length + 1)
+        return self.tokens[begin : begin + length]
+
+    def greedy(self, share: float) -> dict[str, Any]:
+        """A request with a prompt from ``prompt`` and an answer of any length."""
+        answer = round(LONGEST_ANSWER ** self.random.random())
+        return self.body(self.prompt(share, answer), max_tokens=answer)
+
+    def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """A greedy request."""
+        return {"prompt": prompt, "temperature": 0, "logprobs": 5, **more}
+
+    async def whole(self, body: dict[str, Any]) -> tuple[int, Answer]:
+        """How many of its tokens were cached, and the answer to one request, in one piece."""
+        answer, reply = Answer(), await self.post("/v1/completions", body)
+        answer.add(reply["choices"][0])
+        return cached_tokens(reply), answer
+
+    async def turn(self, messages: list[dict[str, str]], **more: Any) -> Turn:
+        """A chat's next turn."""
+        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 5, **more}
+        reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
+        return Turn(messages, cached_tokens(reply), Answer.of_chat(reply["choices"][0]))
+
+    async def fresh_turn(self, messages: list[dict[str, str]]) -> Turn:
+        """The same with nothing cached: with echo, the prompt's own tokens are scored, so all of it is computed."""
+        prompt = (await self.post("/tokenize", {"messages": messages}))["tokens"]
+        body, answer = self.body(prompt, echo=True, max_tokens=TURN_TOKENS), Answer()
+        answer.add((await self.post("/v1/completions", body))["choices"][0], skip=len(prompt))
+        return Turn(messages, 0, answer)
+
+    async def streamed(self, body: dict[str, Any]) -> tuple[int, Answer] | None:
+        """The same, piece by piece; None if the queue was full, which a stream may notice late."""
+        cached, answer = 0, Answer()
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self.open("/v1/completions", body) as response:
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return cached, answer
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" not in event and event["usage"]:
+                        cached = cached_tokens(event)
+                    elif "error" not in event:
+                        answer.add(event["choices"][0])
+                    elif event["error"]["code"] == "queue_full" and not answer.tokens:
+                        return None
+                    else:
+                        raise Lost(event["error"]["message"])
+        raise Lost("the stream ended without [DONE]")
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """An answer's body."""
+        async with self.open(path, body) as response:
+            await response.aread()
+            return response.json()
+
+    @asynccontextmanager
+    async def open(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """A good answer, still to be read; retries while the queue is full."""
+        while True:
+            async with self.client.stream("POST", path, json=body) as response:
+                if response.status_code == 200:
+                    yield response
+                    return
+                text = (await response.aread()).decode()
+            if response.status_code != 503 or "retry-after" not in response.headers:
+                raise Lost(f"{response.status_code}: {text[:200]}")
+            self.counts["queue full"] += 1
+            await asyncio.sleep(float(response.headers["retry-after"]))
+
+    async def gauge(self, name: str) -> float:
+        """A number from /metrics, summed over its labels."""
+        page = (await self.client.get("/metrics")).text
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+        if not found:
+            raise SystemExit(f"/metrics has no {name}")
+        return sum(map(float, found))
+
+
+def cached_tokens(reply: dict[str, Any]) -> int:
+    """How many of a prompt's tokens were cached."""
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
