@@ -1,26 +1,28 @@
-"""Attention over all coded tokens on a GPU: time of a call, bytes of codes and scales read per second, and its error.
+"""Attention over all coded tokens on a GPU: time of a call, bytes read per second, and its error.
 
-``python -m benchmarks.ops.attend_coded [--out file.json]``: Llama-3.1-8B's attention (32 query and 8 kv heads of
-128), pages shuffled in an arena as in the KV cache, keys and values in the formats that the CUDA kernel knows, with and
-without a mean of the keys. The floor is the time of reading every byte once at 4.5 TB/s. Times are medians over replays
-of a CUDA graph, with the products with both rotations, and the largest error is that of the first row against the
-reference in float32.
+Llama-3.1-8B's attention (32 query and 8 kv heads of 128), pages shuffled in an arena as in the KV cache.
+``attend_coded`` has keys and values in the formats that the CUDA kernel knows, with and without a mean of the keys, and
+the products with both rotations; its floor is the time of reading every byte once. ``attend_mixed`` has the preset
+``shard``'s mixed latents and vectors, on a Hopper; its floor is that of the product of latents and bases alone. The
+largest error is that of the first row against the reference in float32.
 """
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.ops.timing import READ_SPEED, Row, microseconds, run
+from benchmarks.ops.timing import READ_SPEED, Row, arena, bench, microseconds
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.codecs.latents import MixedLatents
+from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
+from shadowkv.kvcache.memory import Field
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-from shadowkv.ops.attend_coded import cuda, reference
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
+from shadowkv.ops.attend_coded import cuda, cuda_mixed, reference
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, LatentKeys
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.page import PAGE
 
@@ -60,25 +62,19 @@ def problem(case: Case) -> list[Call]:
         fields.append(Field(f"{axis} codes", (HEADS, PAGE, 1, codec.row_bytes(DIM)), torch.uint8))
         if codec.scales(DIM):
             fields.append(Field(f"{axis} scale", (HEADS, PAGE, codec.scales(DIM)), codec.scale_dtype))
-    size = -(-sum(field.nbytes for field in fields) // 256) * 256
-    layers = max(2, min(20, 2**30 // (size * rows * columns)))
-    tier = Tier("device", layers, size, rows * columns, device)
-    tier.arena.random_()
-    views = tier.views(fields)
-    taken = torch.tensor(tier.allocate(rows * columns)).cuda()
-    pages = taken[torch.randperm(len(taken), device=device)].view(rows, columns)
+    views, pages = arena(fields, rows, columns, most_layers=20)
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
     begin, end = torch.zeros(rows, dtype=torch.int64, device=device), PAGE * counts.cuda()
     row = torch.arange(rows, device=device)
     mean, rotary = torch.randn(rows, HEADS, DIM, device=device), RotaryTables(RopeConfig(DIM), tokens, device)
     calls = []
-    for layer in range(layers):
+    for layer in range(len(views["keys codes"])):
         sides = []
         for axis, codec in codecs.items():
             codes = views[f"{axis} codes"][layer]
             scale = views[f"{axis} scale"][layer] if codec.scales(DIM) else codes[..., :0].flatten(2, 3)
-            for some in taken.split(4096):
-                fill(codec, codes, scale, some)
+            for part in pages.flatten().split(4096):
+                fill(codec, codes, scale, part)
             rotation = codec.rotation_matrix(DIM, axis).to(device)
             sides.append(CodedRows(codes, scale, codec, DIM, rotation, pages))
         keys, values = sides
@@ -116,11 +112,12 @@ def error(call: Call) -> float:
             fields |= {"states": side.states[:1], "first": side.first[:1]}
         sides.append(type(side)(**fields))
     small = *sides, begin[:1], end[:1].clamp(max=PAGE * 128)
-    found, exact = cuda.attend_coded(q[:1].float(), *small), reference.attend_coded(q[:1].float(), *small)
-    return max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True))
+    out, exact = cuda.attend_coded(q[:1].float(), *small), reference.attend_coded(q[:1].float(), *small)
+    return max(float((a - b).abs().max()) for a, b in zip(out, exact, strict=True))
 
 
-def measure(case: Case) -> list[Row]:
+@bench(CASES, cuda.available)
+def attend_coded(case: Case) -> list[Row]:
     """One row of the table."""
     rows, tokens, ragged, group, key_format, value_format, centred = case
     calls = problem(case)
@@ -140,5 +137,84 @@ def measure(case: Case) -> list[Row]:
     return [row]
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, cuda.available(), CASES, measure))
+PRODUCTS = 8e14
+"""Operations per second of matrix products in half precision on an H200, about what they reach."""
+MIXED_CASES = [  # rows, tokens, group, rank, bits of the rank's groups in turn
+    (32, 8192, 4, 192, (4,)),
+    (32, 8192, 4, 192, (8, 6, 6, 4, 4, 4, 4, 4, 2, 2, 2, 2)),
+    (32, 8192, 4, 160, (4,)),
+    (32, 8192, 7, 192, (4,)),
+    (64, 8192, 4, 192, (4,)),
+    (8, 61440, 4, 192, (4,)),
+    (1, 124928, 4, 192, (4,)),
+]
+MixedCase = tuple[int, int, int, int, tuple[int, ...]]
+MixedCall = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
+
+
+def mixed_problem(case: MixedCase) -> list[MixedCall]:
+    """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes."""
+    rows, tokens, group, rank, bits = case
+    columns, device = tokens // PAGE, torch.device("cuda")
+    latent, vector = MixedLatents(), VectorRows()
+    width, dtype = latent.field(rank, torch.bfloat16)
+    fields = [
+        Field("latents", (PAGE, 1, width), dtype),
+        Field("codes", (HEADS, PAGE, 1, vector.row_bytes(DIM)), torch.uint8),
+    ]
+    views, pages = arena(fields, rows, columns, most_layers=8)
+    row = torch.arange(rows, device=device)
+    rotary = RotaryTables(RopeConfig(DIM, theta=5e5), tokens, device)
+    widths = torch.tensor(bits, dtype=torch.uint8, device=device).repeat_interleave(16).repeat(rank)[:rank]
+    step = 1 / 50 / rank**0.5 / ((1 << widths.int() >> 1) - 1).clamp(min=1)
+    nothing = torch.empty(1, HEADS, PAGE, 0, device=device).half()
+    rotation = vector.rotation_matrix(DIM, "values").cuda()
+    calls = []
+    for latents, codes in zip(views["latents"], views["codes"], strict=True):
+        basis = torch.randint(-127, 128, (rows, rank, HEADS, DIM), device=device, dtype=torch.int8)
+        mean = torch.randn(rows, HEADS, DIM, device=device).bfloat16()
+        of_rows = widths.expand(rows, -1).contiguous(), step.expand(rows, -1).contiguous()
+        first = torch.zeros_like(row)
+        keys = LatentKeys(latents, latent, basis, mean, row, pages, first, rotary, *of_rows)
+        state = (
+            torch.rand(rows, HEADS, DIM, device=device) + 1,
+            torch.rand(rows, 1, ENTRIES, GROUP, device=device) * 2 - 1,
+        )
+        values = CodedRows(codes, nothing, vector, DIM, rotation, pages, None, state, row)
+        q = torch.randn(rows, HEADS * group, DIM, device=device).bfloat16()
+        calls.append((q, keys, values, torch.zeros_like(row), torch.full_like(row, tokens)))
+    return calls
+
+
+def mixed_error(call: MixedCall) -> float:
+    """The largest error of the first row over its first 64 pages."""
+    q, keys, values, begin, end = call
+    assert keys.mean is not None and values.states is not None
+    first = {"pages": keys.pages[:1, :64], "states": keys.states[:1]}
+    small = (
+        replace(keys, first=keys.first[:1], **first),
+        replace(values, **first),
+        begin[:1],
+        end[:1].clamp(max=PAGE * 64),
+    )
+    out = cuda_mixed.attend_coded(q[:1], *small)
+    exact = reference.attend_coded(q[:1].float(), replace(small[0], mean=keys.mean.float()), *small[1:])
+    return max(float((a - b).abs().max()) for a, b in zip(out, exact, strict=True))
+
+
+@bench(MIXED_CASES, cuda_mixed.available)
+def attend_mixed(case: MixedCase) -> list[Row]:
+    """One row of the table."""
+    rows, tokens, group, rank, bits = case
+    calls = mixed_problem(case)
+    worst = mixed_error(calls[0])
+    if not worst < 0.02:
+        raise SystemExit(f"off by {worst} from the reference")
+    time = microseconds([partial(cuda_mixed.attend_coded, *call) for call in calls])
+    floor = 2 * rows * tokens * HEADS * rank * DIM / PRODUCTS * 1e6
+    row: Row = {
+        "rows": rows, "tokens": tokens, "group": group, "rank": rank, "bits": " ".join(map(str, bits)),
+        "us": round(time, 1), "MB": round(rows * tokens * (rank // 2 + HEADS * DIM // GROUP) / 1e6, 1),
+        "of the floor's speed": round(floor / time, 3), "error": f"{worst:.1e}",
+    }  # fmt: skip
+    return [row]

@@ -1,25 +1,21 @@
 """Attention over selected chunks in CUDA: time per call, and bytes read per second.
 
-``python -m benchmarks.ops.attend_selected``: Llama-3.1-8B's attention (32 query and 8 kv heads of 128, rank 160)
-over random chunks of sequences, in ascending order, on shuffled pages. Timed is the kernel that the op takes, as
-replays of a CUDA graph whose calls each select other chunks, so that no call finds its bytes in the second-level
-cache. Bytes are latents and values once per token and kv head, the basis once per sequence and the selection; the
-floor is their time at 4.5 TB/s, which is what an H200 reads. Every case is checked against the reference in float32
-first; medians count.
+Llama-3.1-8B's attention (32 query and 8 kv heads of 128, rank 160) over random chunks of sequences, in ascending order,
+on shuffled pages. Each call of a graph selects other chunks, so that none finds its bytes in the second-level cache.
+Bytes are latents and values once per token and kv head, the basis once per sequence and the selection.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from benchmarks.ops.timing import READ_SPEED, Row, microseconds, run
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory import Field
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
@@ -67,17 +63,13 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
         Field("values", (HEADS, chunks, chunk, width), dtype),
         Field("scale", (HEADS, PAGE, 1), torch.float16),
     ]
-    blocks = batch * -(-length // PAGE)
-    tier = Tier("device", 1, -(-sum(field.nbytes for field in fields) // 256) * 256, blocks, device)
-    view = {name: layers[0] for name, layers in tier.views(fields).items()}
-    tier.arena.view(torch.int8).random_(-128, 128)
-    names = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)].to(device)
-    for part in names.split(4096):
+    views, pages = arena(fields, batch, -(-length // PAGE))
+    view = {name: layers[0] for name, layers in views.items()}
+    for part in pages.flatten().split(4096):
         view["scale"][part] = torch.rand(len(part), HEADS, PAGE, 1, device=device).half()
         for name in ("latents", "values"):
             if view[name].dtype == torch.bfloat16:
                 view[name][part] = torch.randn(len(part), *view[name].shape[1:], device=device).bfloat16()
-    pages = names.view(batch, -1)
     basis = torch.randn(batch, RANK, HEADS, DIM, device=device) / RANK**0.5
     if codec.largest:  # random codes have a standard deviation of 1 / 3**0.5 of the largest
         basis *= (3**0.5 / codec.largest_codes(RANK, device))[:, None, None]
@@ -121,28 +113,21 @@ def check(call: Call) -> None:
     if isinstance(near, CodedRows):
         near = replace(near, pages=near.pages[:1])
     exact = reference.attend_selected(q[:1].float(), wide, near, selected[:1])
-    for name, one, expected in zip(("out", "lse"), (out, lse), exact):
-        error = (one[:1].float() - expected).abs().max().item()
+    for name, own, expected in zip(("out", "lse"), (out, lse), exact):
+        error = (own[:1].float() - expected).abs().max().item()
         allowed = 2e-2 * expected.abs().max().item()
         if not error <= allowed:
             raise SystemExit(f"{name} is off by {error:.2g}, allowed {allowed:.2g}")
 
 
-def measure(case: Case) -> list[Row]:
-    """Times one case."""
+@bench(CASES, cuda.available)
+def attend_selected(case: Case) -> list[Row]:
+    """One row of the table."""
     batch, length, budget, chunk, keys, values = case
     calls = problem(*case)
     check(calls[0])
     time = microseconds([partial(cuda.attend_selected, *call) for call in calls])
-    moved = nbytes(batch, budget, chunk, keys, values)
-    floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": batch, "tokens": length, "selected": budget, "chunk": chunk, "keys": keys, "values": values,
-        "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
-        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-    return [row]
-
-
-if __name__ == "__main__":
-    sys.exit(run(__doc__, cuda.available(), CASES, measure))
+    return [row | against_floor(nbytes(batch, budget, chunk, keys, values), time)]

@@ -1,22 +1,20 @@
 """Fetches of selected chunks from pinned host memory, through a buffer of twice as many entries as are selected.
 
-``python -m benchmarks.ops.fetch_chunks [--out file.json]``: streams of selections in which a set share repeats
-from step to step. Counted bytes are those of the measured misses; the floor is their time at 50.7 GB/s, the most that
-kernels reached over the bus. A share of 1 shows the cost when nothing is missing. Times are per call, of a CUDA graph
-of a whole stream, median of its replays; from its end to its start little repeats, hence hits below the share. The
-fetched bytes are checked first.
+In streams of selections a set share repeats from step to step. Counted bytes are those of the measured misses; the
+floor is their time at 50.7 GB/s, the most that kernels reached over the bus. A share of 1 shows the cost when nothing
+is missing. Times are per call, of a graph of a whole stream; from its end to its start little repeats, hence hits below
+the share.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from benchmarks.ops.timing import Row, run
+from benchmarks.ops.timing import Row, bench, replay_times
 from benchmarks.sweeps.scripted_selection import repeating
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops.fetch_chunks import cuda
@@ -53,11 +51,12 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
     rows = torch.arange(len(slots), device="cuda")[:, None, None]
     page = pages[rows, selected // host.shape[2]]
     expected = host[page, heads, selected % host.shape[2]]
-    found = buffer.rows[slots[:, None, None], heads, entries]
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    fetched = buffer.rows[slots[:, None, None], heads, entries]
+    assert torch.equal(fetched.view(torch.uint8), expected.view(torch.uint8))
 
 
-def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
+@bench(CASES, cuda.available)
+def fetch_chunks(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
     """Rows of the table: one for every share."""
     rows, tokens, k, chunk, width, dtype = case
     field = Field("values", (HEADS, PAGE // chunk, chunk, width), dtype)
@@ -80,24 +79,13 @@ def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
                 cuda.fetch_chunks(host, pages, slots, selected, buffer)
         graph.replay()
         buffer.counters.zero_()
-        times = []
-        for _ in range(ROUNDS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / STEPS)
-        wanted, missed = buffer.counters.tolist()
-        us, moved = statistics.median(times), missed * row_bytes / (ROUNDS * STEPS)
+        us = statistics.median(replay_times(graph, ROUNDS)) / STEPS
+        asked, missed = buffer.counters.tolist()
+        moved = missed * row_bytes / (ROUNDS * STEPS)
         floor = moved / BUS_SPEED * 1e6
         results.append({
             "rows": rows, "k": k, "row B": row_bytes, "share": share,
-            "hits": round(1 - missed / wanted, 3), "MB": round(moved / 1e6, 2), "us": round(us, 1),
+            "hits": round(1 - missed / asked, 3), "MB": round(moved / 1e6, 2), "us": round(us, 1),
             "GB/s": round(moved / us / 1e3, 1), "floor us": round(floor, 1),
         })  # fmt: skip
     return results
-
-
-if __name__ == "__main__":
-    sys.exit(run(__doc__, cuda.available(), CASES, measure))

@@ -1,21 +1,17 @@
 """Coded rows on a GPU: time to store 61440 tokens of 8 heads, and bytes read and written per second.
 
-``python -m benchmarks.ops.quantise_rows [--out file.json]``: rows of one layer of exact pages, in pieces of 512
-pages as in sealing, into pages of an arena. Rows in float32 are keys with their mean subtracted. Counted
-bytes are rows, codes and scales; the floor is those at 4.5 TB/s. ``back us`` is the time to rebuild the same rows in
-bfloat16. Times are medians over replays of a CUDA graph. Rebuilt rows of the first pages are checked against what the
-reference decodes of its own codes.
+Rows of one layer of exact pages go in pieces of 512 pages, as in sealing, into pages of an arena. Rows in float32 are
+keys with their mean subtracted. Counted bytes are rows, codes and scales. ``back us`` is the time to rebuild the same
+rows in bfloat16. Rebuilt rows of the first pages are checked against what the reference decodes of its own codes.
 """
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
-from benchmarks.ops.timing import READ_SPEED, Row, microseconds, run
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.kvcache.memory import Field
 from shadowkv.ops.attend_selected.sources import CodedRows
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import triton
@@ -27,7 +23,8 @@ NAMES = ("rotated-4bit", "rotated-3bit", "lloyd-8bit", "lloyd-4bit", "lloyd-3bit
 CASES = [(name, dim, dtype) for dtype in (torch.bfloat16, torch.float32) for dim in (128, 64) for name in NAMES]
 
 
-def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
+@bench(CASES)
+def quantise_rows(case: tuple[str, int, torch.dtype]) -> list[Row]:
     """One row of the table."""
     name, dim, dtype = case
     codec, device = ROW_CODECS[name], torch.device("cuda")
@@ -35,12 +32,10 @@ def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
     fields = [Field("codes", (HEADS, 8, 8, codec.row_bytes(dim)), torch.uint8)]
     if codec.scales(dim):
         fields.append(Field("scale", (HEADS, PAGE, 1), codec.scale_dtype))
-    size = -(-sum(field.nbytes for field in fields) // 256) * 256
-    tier = Tier("device", 1, size, PAGES, device)
-    views = tier.views(fields)
+    views, pages = arena(fields, 1, PAGES)
+    pages = pages[0]
     codes = views["codes"]
     scale = views["scale"] if codec.scales(dim) else codes[..., :0].flatten(-3, -2)
-    pages = torch.tensor(tier.allocate(PAGES), device=device)[torch.randperm(PAGES, device=device)]
     rows = torch.randn(1, PAGES, PAGE, HEADS, dim, device=device).to(dtype)
     state = tuple(
         torch.full((1, 1, HEADS, *shape), 1 / 64, device=device) for shape in codec.state_shapes(dim).values()
@@ -48,27 +43,17 @@ def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
 
     def store() -> None:
         for start in range(0, PAGES, AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            triton.quantise_rows(rows[:, some], codec, rotation, state, codes, pages[some], scale, pages[some])
+            part = slice(start, start + AT_ONCE)
+            triton.quantise_rows(rows[:, part], codec, rotation, state, codes, pages[part], scale, pages[part])
 
     states = torch.zeros(1, dtype=torch.int64, device=device)
     source = CodedRows(codes[0], scale[0], codec, dim, rotation, pages[None], None, tuple(x[0] for x in state), states)
     out = torch.empty(HEADS, PAGE * PAGES, dim, dtype=torch.bfloat16, device=device)
     time = microseconds([store] * 3)
     back = microseconds([lambda: rebuild.rebuild_rows(source, 0, out, False)] * 3)
-    wanted = codec.decode(*codec.encode(rows[0, :CHECKED], rotation, state), rotation, dim, state)
-    found = out[:, : PAGE * CHECKED].unflatten(1, (CHECKED, PAGE)).permute(1, 2, 0, 3)
-    assert (found - wanted).norm() < 0.01 * wanted.norm(), "rebuilt rows are not those of the reference"
+    exact = codec.decode(*codec.encode(rows[0, :CHECKED], rotation, state), rotation, dim, state)
+    own = out[:, : PAGE * CHECKED].unflatten(1, (CHECKED, PAGE)).permute(1, 2, 0, 3)
+    assert (own - exact).norm() < 0.01 * exact.norm(), "rebuilt rows are not those of the reference"
     moved = rows.nbytes + PAGES * sum(field.nbytes for field in fields)
-    floor = moved / READ_SPEED * 1e6
-    return [
-        {
-            "format": name, "dim": dim, "rows": str(dtype).removeprefix("torch."), "us": round(time, 1),
-            "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3), "floor us": round(floor, 1),
-            "times the floor": round(time / floor, 2), "back us": round(back, 1),
-        }
-    ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(run(__doc__, torch.cuda.is_available(), CASES, measure))
+    row: Row = {"format": name, "dim": dim, "rows": str(dtype).removeprefix("torch.")}
+    return [row | against_floor(moved, time) | {"back us": round(back, 1)}]

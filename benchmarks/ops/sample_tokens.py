@@ -1,21 +1,19 @@
 """Sampling of tokens on a GPU: time of a call, compared with taking the largest logit.
 
-``python -m benchmarks.ops.sample_tokens [--out file.json]``: counted bytes are the logits, once; the floor is
-those at 4.5 TB/s. Calls go through copies of the logits that together exceed the L2 cache, as a step's own logits
-have not been read since they were written. ``spread`` is the standard deviation of the logits: with 1 nearly all tokens
-are candidates, with 4 a few thousand. Times are medians over replays of a CUDA graph. Tokens of every shape are checked
-against the reference first.
+Counted bytes are the logits, once. Calls go through copies of the logits that together exceed the L2 cache, as a step's
+own logits have not been read since they were written. ``spread`` is the standard deviation of the logits: with 1 nearly
+all tokens are candidates, with 4 a few thousand.
 """
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
 
-from benchmarks.ops.timing import READ_SPEED, Row, microseconds, run
+from benchmarks.ops.timing import READ_SPEED, Row, bench, microseconds
 from shadowkv.ops.sample_tokens import reference, triton
 from shadowkv.ops.sample_tokens.weights import PARAMETERS
 
@@ -38,21 +36,20 @@ def parameters(rows: int, setting: dict[str, float]) -> Tensor:
     return torch.stack([*columns, torch.rand(rows, dtype=torch.float64)], 1).cuda()
 
 
-def measure(case: tuple[int, int, float]) -> list[Row]:
+@bench(CASES)
+def sample_tokens(case: tuple[int, int, float]) -> list[Row]:
     """A row of the table for every setting, and one for the largest logit."""
     rows, vocabulary, spread = case
     logits = spread * torch.randn(rows, vocabulary, device="cuda")
     moved = logits.numel() * logits.element_size()
     copies = [logits.clone() for _ in range(max(1, min(16, 150 * 2**20 // moved)))]
-    times = {"argmax": microseconds([lambda one=one: one.argmax(-1) for one in islice(cycle(copies), 16)])}
+    times = {"argmax": microseconds([lambda copy=copy: copy.argmax(-1) for copy in islice(cycle(copies), 16)])}
     for name, setting in SETTINGS.items():
         sampled = parameters(rows, setting)
         expected = reference.sample_tokens(logits[:CHECKED].cpu(), sampled[:CHECKED].cpu())
         assert torch.equal(triton.sample_tokens(logits, sampled)[:CHECKED].cpu(), expected), name
-        calls = [
-            lambda one=one, sampled=sampled: triton.sample_tokens(one, sampled) for one in islice(cycle(copies), 16)
-        ]
-        times[name] = microseconds(calls)
+        calls = (partial(triton.sample_tokens, copy, sampled) for copy in islice(cycle(copies), 16))
+        times[name] = microseconds([*calls])
     floor = moved / READ_SPEED * 1e6
     return [
         {
@@ -62,7 +59,3 @@ def measure(case: tuple[int, int, float]) -> list[Row]:
         }
         for name, time in times.items()
     ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(run(__doc__, torch.cuda.is_available(), CASES, measure))
