@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.timing import Row, bench, replay_times
-from benchmarks.sweeps.scripted_selection import repeating
+from benchmarks.sweeps.synthetic import repeating
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops.fetch_chunks import cuda
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer

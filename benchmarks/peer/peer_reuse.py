@@ -1,4 +1,4 @@
-"""What prompts cost that a vLLM engine computed before, as ``reuse_sweep.py`` defines the figures."""
+"""What prompts cost that a vLLM engine computed before, as ``benchmarks.prefix_cache.reuse`` defines the figures."""
 
 from __future__ import annotations
 

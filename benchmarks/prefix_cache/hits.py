@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.prefix_cache.reuse import forget_device, settle
-from benchmarks.sweeps.engines import about, step
-from benchmarks.sweeps.rows import show
-from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
+from benchmarks.sweeps.engines import about, add_model_arguments, model_of, step
+from benchmarks.sweeps.rows import ABOUT, show
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.request import Request, TokenLogprobs
@@ -41,7 +41,6 @@ from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 
 QUESTION, OTHER = 48, 192
@@ -49,7 +48,6 @@ QUESTION, OTHER = 48, 192
 document is longer than what stays exact."""
 COLUMNS = ("kv", "pair", "leader", "cached_tokens", "prompts", "document", "steps")
 FIGURES = ("mean_kl", "mean_kl_stderr", "max_kl", "top1_agreement", "largest_logit_difference")
-ABOUT = ("commit", "command", "device", "spec")
 
 
 class Led(Sampler):
@@ -75,7 +73,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class Answer:
     """Logits [steps, V] after a prompt, the number of its tokens that were cached, and the tokens that were chosen."""
 
     logits: Tensor
@@ -83,7 +81,7 @@ class Found:
     cached: int
 
 
-def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None = None, cache: bool = True) -> Found:
+def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None = None, cache: bool = True) -> Answer:
     """One request alone, led along an answer if there is one."""
     engine.runner.sampler = sampler = Led(engine.cache.ops)
     sampler.answer, sampler.seen = answer or [], []
@@ -94,7 +92,7 @@ def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None 
         for output in step(engine):
             tokens += output.token_ids
             cached = output.cached_tokens
-    return Found(torch.stack(sampler.seen), tokens, cached)
+    return Answer(torch.stack(sampler.seen), tokens, cached)
 
 
 def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedModel | None) -> Engine:
@@ -107,6 +105,7 @@ def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedMode
         max_model_len=longest,
         kv_disk_dir=directory,
         prefill="dense",
+        dtype=args.dtype,
         **model_of(args),
     )
     engine = Engine(config, loaded)
@@ -115,9 +114,9 @@ def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedMode
     return engine
 
 
-def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Found]) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Answer]) -> list[dict[str, Any]]:
     """Rows of a policy; the first, which must be ``full``, adds its freshly computed answers to ``full``."""
-    fresh, hits, host, disk = list[Found](), list[Found](), list[Found](), list[Found]()
+    fresh, hits, host, disk = list[Answer](), list[Answer](), list[Answer](), list[Answer]()
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, kv, directory, None)
         alone = bool(engine.cache.spec.outliers)
@@ -137,29 +136,29 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Fou
             forget_device(engine)
             print(f"{kv}: {number + 1} of {len(cases)} prompts", file=sys.stderr, flush=True)
         counts = engine.scheduler.prefix_cache.counts.hit_tokens
-        expect(counts["host"], sum(one.cached for one in hits), "from host memory")
+        expect(counts["host"], sum(hit.cached for hit in hits), "from host memory")
         settle(engine)
         engine.close()
         again = opened(args, kv, directory, None)
         for number, case in enumerate(cases):
             disk.append(ask(again, case.prompt, args.steps, full[number].tokens))
             forget_device(again)
-        expect(again.scheduler.prefix_cache.counts.hit_tokens["disk"], sum(one.cached for one in hits), "from the disk")
-        found = about(again) | {"kv": kv, "leader": "document" if alone else "document and other text"}
+        expect(again.scheduler.prefix_cache.counts.hit_tokens["disk"], sum(hit.cached for hit in hits), "from the disk")
+        shared = about(again) | {"kv": kv, "leader": "document" if alone else "document and other text"}
         again.close()
-    found |= {"prompts": len(cases), "document": args.document, "steps": args.steps, "cached_tokens": hits[0].cached}
+    shared |= {"prompts": len(cases), "document": args.document, "steps": args.steps, "cached_tokens": hits[0].cached}
     pairs = {"full fresh > fresh": (full, fresh), "full fresh > hit": (full, hits), "fresh > hit": (fresh, hits)}
     pairs |= {"hit > from host": (hits, host), "hit > from disk": (hits, disk)}
-    return [found | {"pair": name} | compare(*pair) for name, pair in pairs.items()]
+    return [shared | {"pair": name} | compare(*pair) for name, pair in pairs.items()]
 
 
-def expect(tokens: int, wanted: int, where: str) -> None:
+def expect(tokens: int, expected: int, where: str) -> None:
     """Raises RuntimeError if not all hits came from there."""
-    if tokens != wanted or not tokens:
-        raise RuntimeError(f"{tokens} tokens came {where}, not {wanted}")
+    if tokens != expected or not tokens:
+        raise RuntimeError(f"{tokens} tokens came {where}, not {expected}")
 
 
-def compare(ones: list[Found], others: list[Found]) -> dict[str, float]:
+def compare(ones: list[Answer], others: list[Answer]) -> dict[str, float]:
     """Figures of distributions of the same tokens; the error is over prompts."""
     kl = [kl_divergence(one.logits, other.logits) for one, other in zip(ones, others, strict=True)]
     agrees = [one.logits.argmax(-1) == other.logits.argmax(-1) for one, other in zip(ones, others, strict=True)]
@@ -182,23 +181,6 @@ def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
         yield Case(piece.tokens[: args.document + QUESTION], document + other)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that select the model and the device."""
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
-    parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
-    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
-    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
-
-
-def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What these say, as fields of an engine's config."""
-    names = ("model", "adapter", "rope_theta", "hf_overrides", "load_format", "device", "dtype")
-    return {name: getattr(args, name) for name in names}
-
-
 def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     """Replaces a CSV file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +194,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
     text = "policies after `full`, which is always measured (default: %(default)s)"
     parser.add_argument("--kv", nargs="+", default=["turbo:dense_below=0", "shadowkv:dense_below=0"], help=text)
     parser.add_argument("--text", nargs="+", type=Path, help="files (default: RULER's essays)")
@@ -234,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = opened(args, "full", directory, None)
         cases = list(cut(args, engine))
         engine.close()
-    full, rows = list[Found](), list[dict[str, Any]]()
+    full, rows = list[Answer](), list[dict[str, Any]]()
     for kv in ("full", *args.kv):
         rows += measure(args, kv, cases, full)
         write_rows(args.out, (*COLUMNS, *FIGURES), rows)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prefix_cache.hits import add_model_arguments, model_of, write_rows
-from benchmarks.sweeps.engines import about, step
+from benchmarks.prefix_cache.hits import write_rows
+from benchmarks.sweeps.engines import about, add_model_arguments, model_of, step
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def ask(engine: Engine, prompt: str, cache: bool) -> tuple[str, float, float]:
 
 def measure(args: argparse.Namespace, kv: str) -> Iterator[dict[str, Any]]:
     """Yields a policy's row repeatedly, each time over one more sample."""
-    engine = Engine(EngineConfig(kv=kv, max_num_seqs=2, max_model_len=args.length, **model_of(args)))
+    engine = Engine(EngineConfig(kv=kv, max_num_seqs=2, max_model_len=args.length, dtype=args.dtype, **model_of(args)))
     scores, rows, same = list[tuple[float, float]](), list[tuple[float, float, float]](), list[bool]()
     for sample in samples("niah_multiquery", engine.tokenizer, args.length, args.samples, args.seed):
         first, *others = questions(sample.turns[0])
@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
     parser.add_argument("--kv", nargs="+", default=["full", "turbo:dense_below=0"], help="(default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="tokens (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=20, help="documents (default: %(default)s)")

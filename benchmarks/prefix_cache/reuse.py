@@ -22,13 +22,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.prefix_cache.chat_trace import ChatTrace, TraceShape
-from benchmarks.prefix_cache.reuse_copies import ANSWER, copies
 from benchmarks.sweeps.engines import (
     Cell,
     about,
@@ -45,11 +44,18 @@ from benchmarks.sweeps.engines import (
 from benchmarks.sweeps.rows import REUSE, Rows
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import RequestOutput
 from shadowkv.prefix_cache.device.eviction import POLICIES
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace", "copies")
 COMPARED = ("shared", "one-by-one", "trace")
 """Cases that are also measured without reuse."""
+
+COPY_ROUNDS = 8
+"""Parts of the batch that are copied one after another."""
+
+ANSWER = 32
+"""Tokens that a sequence has room for, as a multiple of the steps that are measured alone."""
 
 
 @dataclass
@@ -58,13 +64,25 @@ class Asked:
 
     Attributes:
         to_first: seconds to their first tokens.
-        output, prompt, cached: tokens.
+        output, prompt: tokens.
     """
 
-    to_first: list[float]
+    to_first: list[float] = field(default_factory=list)
     output: int = 0
     prompt: int = 0
-    cached: int = 0
+
+    def add(self, output: RequestOutput, start: float) -> None:
+        """Adds a step's tokens of a request that was submitted at ``start``."""
+        self.output += len(output.token_ids)
+        if output.finish_reason:
+            assert output.times.first_token is not None
+            self.to_first.append(output.times.first_token - start)
+            self.prompt += output.prompt_tokens
+
+    def __iadd__(self, other: Asked) -> Asked:
+        self.to_first, self.output = self.to_first + other.to_first, self.output + other.output
+        self.prompt += other.prompt
+        return self
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,17 +168,12 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
 
 def ask(engine: Engine, prompts: list[list[int]], output: int, first: int = 0) -> Asked:
     """Submits all prompts at once, and waits for the last token."""
-    asked, start = Asked([]), time.monotonic()
+    asked, start = Asked(), time.monotonic()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(first + number), prompt, greedy(output))
     while engine.has_work:
-        for one in step(engine):
-            asked.output += len(one.token_ids)
-            if one.finish_reason:
-                assert one.times.first_token is not None
-                asked.to_first.append(one.times.first_token - start)
-                asked.prompt += one.prompt_tokens
-                asked.cached += one.cached_tokens
+        for output in step(engine):
+            asked.add(output, start)
     return asked
 
 
@@ -208,15 +221,13 @@ def one_by_one(engine: Engine, args: argparse.Namespace) -> dict[str, float | No
     """The first computes the document; before each of the others the device forgets it."""
     first, *others = questions(engine, args, 1 + min(args.requests, 10))
     ask(engine, [first], args.output)
-    before, all_asked, wall = hits(engine), Asked([]), 0.0
+    before, all_asked, wall = hits(engine), Asked(), 0.0
     for number, prompt in enumerate(others):
         forget_device(engine)
         start = time.monotonic()
         asked = ask(engine, [prompt], args.output, first=number)
         wall += time.monotonic() - start
-        all_asked.to_first += asked.to_first
-        all_asked.output += asked.output
-        all_asked.prompt += asked.prompt
+        all_asked += asked
     return figures(engine, all_asked, wall, before)
 
 
@@ -224,16 +235,14 @@ def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
     """A document and one more token, several times; ``wall_s`` is the restore alone, from its launch."""
     document = random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
-    before, asked, counts, walls = hits(engine), Asked([]), engine.scheduler.prefix_cache.counts, []
+    before, asked, counts, walls = hits(engine), Asked(), engine.scheduler.prefix_cache.counts, []
     for _ in range(5):
         forget_device(engine)
         seconds, nbytes = counts.restore_seconds, counts.restored_bytes
-        one = ask(engine, [document], 1)
+        asked += ask(engine, [document], 1)
         settle(engine)
         walls.append(counts.restore_seconds - seconds)
         print(f"restored {counts.restored_bytes - nbytes} bytes in {walls[-1]:.4f} s", flush=True)
-        asked.to_first += one.to_first
-        asked.output, asked.prompt = asked.output + one.output, asked.prompt + one.prompt
     return figures(engine, asked, float(np.median(walls)), before)
 
 
@@ -262,10 +271,10 @@ def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float |
     assert lower is not None and lower.disk is not None
     read = lower.disk.stats().restore_seconds
     print(f"{size} bytes: plain read {plain:.3f} s, read and verified {read:.3f} s", flush=True)
-    found = figures(again, asked, wall, before)
+    row = figures(again, asked, wall, before)
     again.close()
     shutil.rmtree(directory)
-    return found
+    return row
 
 
 def forget_pages(file: Path) -> None:
@@ -281,7 +290,7 @@ def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
     chats = ChatTrace(shape, lambda tokens, draw: random_prompt(engine, tokens, draw))
     total = sum(chats.lengths) * engine.cache.demand(args.document, args.document)["device"] / args.document
     print(f"documents: {total:.0f} blocks, the device has {engine.cache.total['device']}", flush=True)
-    asked, offered, before = Asked([]), dict[str, tuple[int, float]](), hits(engine)
+    asked, offered, before = Asked(), dict[str, tuple[int, float]](), hits(engine)
     start = time.monotonic()
     while True:
         for chat, prompt in chats.due():
@@ -290,14 +299,65 @@ def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
             engine.add_request(name, prompt, greedy(args.output))
         if not engine.has_work:
             return figures(engine, asked, time.monotonic() - start, before)
-        for one in step(engine):
-            chat, at = offered[one.request_id]
-            asked.output += len(one.token_ids)
-            chats.came(chat, one.token_ids, one.finish_reason is not None)
-            if one.finish_reason:
-                assert one.times.first_token is not None
-                asked.to_first.append(one.times.first_token - at)
-                asked.prompt += one.prompt_tokens
+        for output in step(engine):
+            chat, at = offered[output.request_id]
+            asked.add(output, at)
+            chats.came(chat, output.token_ids, output.finish_reason is not None)
+
+
+@dataclass
+class Steps:
+    """Decode steps of one kind: their number, tokens, and seconds."""
+
+    count: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def take(self, engine: Engine) -> None:
+        """One more step; raises ValueError if a request ends with it."""
+        start = time.monotonic()
+        outputs = step(engine)
+        self.seconds += time.monotonic() - start
+        self.count += 1
+        self.tokens += sum(len(output.token_ids) for output in outputs)
+        if any(output.finish_reason for output in outputs):
+            raise ValueError("a request ended before the batch was full or its copies were made: raise --output")
+
+    def figures(self) -> dict[str, float | None]:
+        """Columns of a row."""
+        return {"wall_s": self.seconds, "output_tokens_per_s": self.tokens / self.seconds}
+
+
+def copies(engine: Engine, document: int, output: int) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Columns of two rows: for decode steps of a full batch alone, and for steps while its prompts are copied below the
+    device. The batch is prefilled without copies; then, a few sequences at a time, steps alone alternate with steps
+    during copies of those sequences, so that both see the same lengths.
+
+    Args:
+        document: tokens of each prompt; the prompts have nothing in common.
+        output: steps to measure alone. During copies there are as many as these take.
+    """
+    draw, batch, prefixes = random.Random(0), engine.config.max_num_seqs, engine.scheduler.prefix_cache
+    for number in range(batch):
+        prompt = random_prompt(engine, document, draw)
+        engine.add_request(f"copied {number}", prompt, greedy(engine.cache.max_model_len - document))
+    with prefixes.on_the_device_alone():
+        while len(engine.scheduler.running) < batch:
+            Steps().take(engine)
+    alone, beside, before = Steps(), Steps(), engine.stats().prefixes
+    for number in range(COPY_ROUNDS):
+        for _ in range(-(-output // COPY_ROUNDS)):
+            alone.take(engine)
+        for running in engine.scheduler.running[number::COPY_ROUNDS]:
+            assert running.request.prompt is not None, "reuse is on"
+            prefixes.computed(running.sequence, running.request.prompt)
+        while engine.settling:
+            beside.take(engine)
+    for name, tier in engine.stats().prefixes.items():
+        if name != "device":
+            print(f"{name}: {tier.copied_bytes - before[name].copied_bytes} bytes, {tier.refused} copies refused")
+    print(f"{alone.count} steps alone, {beside.count} beside copies", flush=True)
+    return alone.figures(), beside.figures()
 
 
 if __name__ == "__main__":

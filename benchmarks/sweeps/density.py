@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.sweeps.mass_left_out import left_out
+from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup.loading import load_from_config
@@ -36,11 +36,13 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PREFILL_ERROR
-from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 
 TASKS = ("niah_multivalue", "vt", "qa_1", "fwe", "niah_multikey_3")
+
+ROWS = 4096
+"""Queries of a head whose exact softmax is computed at once: whole tiles."""
 
 Kept = dict[int, float]
 """By a tile's position, counted from the prompt's start: blocks that it attended to, averaged over layers and heads."""
@@ -49,12 +51,7 @@ Kept = dict[int, float]
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=EngineConfig.model, help="(default: %(default)s)")
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
-    parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
-    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
-    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add_model_arguments(parser)
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=ruler.TASKS, metavar="TASK", help="of RULER")
     parser.add_argument("--length", type=int, nargs="+", default=[61440], metavar="TOKENS", help="of prompts")
     parser.add_argument("--extrapolate", type=int, nargs="+", default=[], metavar="TOKENS", help="of longer ones")
@@ -65,18 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--mass-out", type=Path, help="CSV file (default: none; exact attention takes time)")
     args = parser.parse_args(argv)
-    longest = max(args.length)
-    loaded = load_from_config(
-        EngineConfig(
-            args.model,
-            adapter=args.adapter,
-            rope_theta=args.rope_theta,
-            hf_overrides=args.hf_overrides,
-            load_format=args.load_format,
-            device=args.device,
-            max_model_len=longest,
-        )
-    )
+    loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=max(args.length)))
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)
     name = f"{loaded.name} {json.dumps(args.hf_overrides)}" if args.hf_overrides else loaded.name
@@ -122,6 +108,45 @@ class LeftOut:
             "largest_of_a_tile_p99": np.quantile(largest, 0.99).item(),
         }
         return {name: round(value, 5) for name, value in figures.items()}
+
+
+def left_out(q: Tensor, k: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Shares of the softmax over all keys that a tile's blocks do not represent: how far the sum of their shares, each
+    times as many blocks as it stands for, is from 1.
+
+    Args:
+        q: RoPE-rotated queries [n, H_q, d], the last of m positions.
+        k: RoPE-rotated keys [m, H, d].
+        blocks: as ``select_blocks`` returns them.
+
+    Returns:
+        Of tiles that are full and do not attend to everything, of all heads together: the mean over a tile's queries,
+        and the largest, float32 [tiles].
+    """
+    (n, query_heads, dim), (m, heads) = q.shape, k.shape[:2]
+    indices, counts, weights = blocks
+    number, none = indices.shape[2], q.new_empty(0, dtype=torch.float32)
+    means, largest = [none], [none]
+    position = torch.arange(number * BLOCK, device=q.device)
+    keys = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, number * BLOCK - m))
+    for head in range(query_heads):
+        for start in range(0, n // BLOCK * BLOCK, ROWS):
+            rows = q[start : min(start + ROWS, n // BLOCK * BLOCK), head]
+            tiles = slice(start // BLOCK, start // BLOCK + len(rows) // BLOCK)
+            scores = rows.float() @ keys[:, head * heads // query_heads].float().T * dim**-0.5
+            own = torch.arange(m - n + start, m - n + start + len(rows), device=q.device)
+            shares = scores.masked_fill_(position > own[:, None], float("-inf")).softmax(1)
+            of_blocks = shares.unflatten(1, (number, BLOCK)).sum(2).unflatten(0, (-1, BLOCK))  # [tiles, rows, number]
+            listed = torch.arange(number, device=q.device) < counts[head, tiles, None]
+            stands_for = torch.zeros(listed.shape, device=q.device)
+            stands_for.scatter_add_(
+                1, indices[head, tiles].long() * listed, weights[head, tiles].masked_fill(~listed, 0)
+            )
+            gone = ((of_blocks * stands_for[:, None]).sum(2) - 1).abs()
+            choosing = counts[head, tiles] < own[BLOCK - 1 :: BLOCK] // BLOCK + 1
+            means.append(gone.mean(1)[choosing])
+            largest.append(gone.amax(1)[choosing])
+    return torch.cat(means), torch.cat(largest)
 
 
 def add_row(path: Path, row: dict[str, object]) -> None:

@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps.replayed_blocks import replay
-from shadowkv.engine.config import EngineConfig, policy_name
+from benchmarks.sweeps.synthetic import replay
+from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
 from shadowkv.models.loader import LoadedModel
 
 ENGINE = "shadowkv"
@@ -53,20 +55,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
 
 
+def add_model_arguments(parser: argparse._ActionsContainer) -> None:
+    """The flags of a model whose answers count, perhaps with an adapter."""
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
+    parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
+    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
+    parser.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What these say, as fields of an engine's config."""
+    names = ("model", "adapter", "rope_theta", "hf_overrides", "load_format", "device")
+    return {name: getattr(args, name) for name in names}
+
+
 def densities_of(text: str) -> dict[int | None, float]:
     """Densities by prompt length, None for any; raises ArgumentTypeError for anything else."""
-    found: dict[int | None, float] = {}
+    densities: dict[int | None, float] = {}
     try:
         for part in text.split(","):
             tokens, named, density = part.rpartition("=")
-            found[int(tokens) if named else None] = float(density)
+            densities[int(tokens) if named else None] = float(density)
     except ValueError:
-        found[None] = 0.0
-    if not all(0 < density <= 1 for density in found.values()):
+        densities[None] = 0.0
+    if not all(0 < density <= 1 for density in densities.values()):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no share over 0 and up to 1, as 0.1, or by prompt length, as 61440=0.1,124928=0.05"
         )
-    return found
+    return densities
 
 
 def replayed_density(densities: dict[int | None, float], tokens: int) -> float | None:
@@ -111,9 +129,13 @@ def engine_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> Engine:
 
 def about(engine: Engine) -> Cell:
     """Last columns of a row."""
-    found = provenance()
-    spec = json.dumps(asdict(engine.cache.spec), separators=(",", ":"))
-    return {"commit": found["commit"], "command": found["command"], "device": found["gpu"] or "cpu", "spec": spec}
+    return about_spec(engine.cache.spec, provenance()["gpu"] or "cpu")
+
+
+def about_spec(spec: KVSpec, device: str) -> Cell:
+    """The same of a policy without an engine."""
+    origin, text = provenance(), json.dumps(asdict(spec), separators=(",", ":"))
+    return {"commit": origin["commit"], "command": origin["command"], "device": device, "spec": text}
 
 
 def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
@@ -145,6 +167,19 @@ def step(engine: Engine) -> list[RequestOutput]:
         if output.error is not None:
             raise RuntimeError(f"request {output.request_id}: {output.error}")
     return outputs
+
+
+def window(engine: Engine, steps: int, count: int) -> float:
+    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    tokens = sum(len(engine.step()) for _ in range(steps))
+    if on_gpu:
+        torch.cuda.synchronize()
+    assert tokens == count * steps, "a sequence has left"
+    return (time.perf_counter() - start) / steps
 
 
 def seconds_to_first_token(engine: Engine, prompt: list[int]) -> float:

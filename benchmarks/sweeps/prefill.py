@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.sweeps.engines import (
+    ENGINE,
     Cell,
     about,
     add_arguments,
@@ -32,10 +33,14 @@ from benchmarks.sweeps.engines import (
     replayed_density,
     seconds_to_first_token,
 )
-from benchmarks.sweeps.prefill_plots import plot
-from benchmarks.sweeps.prefill_short import CONTEXTS as SHORT_CONTEXTS
-from benchmarks.sweeps.prefill_short import compare
+from benchmarks.sweeps.plots import plot_prefill
 from benchmarks.sweeps.rows import PREFILL, SHORT, Rows
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.startup.loading import load_from_config
+
+CONTEXTS, SHORT_CONTEXTS = [61440, 124928, 249856], [256, 512, 1024, 2048, 4096, 8192]
+SHARE = 0.5
+"""Share of the device's memory that weights and the first of the two engines take."""
 
 BATCH = 4
 """Sequences that an engine is sized for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
@@ -64,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.short:
         compare(args, args.contexts or SHORT_CONTEXTS, args.repeats or 9, Rows(args.out, SHORT))
         return 0
-    contexts, well = args.contexts or [61440, 124928, 249856], True
+    contexts, well = args.contexts or CONTEXTS, True
     args.longest = max(contexts)
     rows = Rows(args.out, PREFILL)
     for cell in combinations(args):
@@ -78,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         if left:
             well &= in_fresh_process(sweep, args, cell, left)
     if args.out.exists():
-        plot(args.out)
+        plot_prefill(args.out)
     return 0 if well else 1
 
 
@@ -107,6 +112,30 @@ def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | No
             "replayed_density": density,
         }
         rows.add(cell | figures | about(engine))
+
+
+def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: Rows) -> None:
+    """A row for each length: medians of ``repeats`` prompts given to both engines, after an untimed one.
+
+    The engines have their defaults, including the model's longest sequences.
+    """
+    cell = {"kv": EngineConfig.kv, "prefill": EngineConfig.prefill, "quantization": "none"}
+    default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)
+    loaded, draw = load_from_config(default), random.Random(0)
+    of_full = opened(full, loaded)
+    engines = {"ttft_s": opened(default, loaded), "full_ttft_s": of_full}
+    for context in contexts:
+        row = {"engine": ENGINE, "kv": EngineConfig.kv, "context": context}
+        if rows.has(row):
+            continue
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(1 + repeats):
+            prompt = random_prompt(of_full, context, draw)
+            for name, engine in engines.items():
+                times[name].append(seconds_to_first_token(engine, prompt))
+        medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+        ratio = medians["ttft_s"] / medians["full_ttft_s"]
+        rows.add(row | medians | {"ratio": ratio} | about(engines["ttft_s"]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import itertools
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from benchmarks.sweeps.engines import (
     replay_blocks,
     replayed_density,
     seconds_to_first_token,
+    window,
 )
 from benchmarks.sweeps.rows import RANKS, Rows, read
 from benchmarks.sweeps.synthetic import begin, scatter
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.models.loader import load_config
@@ -75,9 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     asked = itertools.product(combinations(args), args.replay, args.context, args.gpus, args.batch)
     for cell, densities, context, gpus, batch in asked:
         density = None if cell["prefill"] == "dense" else replayed_density(densities, context)
-        wanted = cell | {"context": context, "gpus": gpus, "asked": batch, "replayed_density": density}
-        if not rows.has(row_of(args, wanted, of_batch(wanted))):
-            well &= in_fresh_process(measure, args, wanted)
+        asked_cell = cell | {"context": context, "gpus": gpus, "asked": batch, "replayed_density": density}
+        if not rows.has(row_of(args, asked_cell, of_batch(asked_cell))):
+            well &= in_fresh_process(measure, args, asked_cell)
     return 0 if well else 1
 
 
@@ -139,18 +138,6 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
     machine = Machine(total / GIB, UTILIZATION, None, 1.0, 1.0)
     planner = Planner(shard, torch.bfloat16, tokens, machine, 0.0, FETCH_BUFFER)
     return planner.plan(cell["kv"], preset(cell["kv"])).largest_batch.both
-
-
-def window(engine: Engine, steps: int, count: int) -> float:
-    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    tokens = sum(len(engine.step()) for _ in range(steps))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    assert tokens == count * steps, "a sequence has left"
-    return (time.perf_counter() - start) / steps
 
 
 def ratio(out: Path, ours: Cell, found: dict[str, Any]) -> float | None:

@@ -48,7 +48,7 @@ RULER = (
     ("score", "stderr", "difference", "difference_stderr"),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
-"""Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats_table.py``,
+"""Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,
 whose prefills are given no blocks."""
 
 Row = Mapping[str, Any]

@@ -20,7 +20,6 @@ import random
 import re
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,9 +28,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps.plots import plot
-from benchmarks.sweeps.scripted_selection import ScriptedSelection
-from benchmarks.sweeps.synthetic import begin, endless, scatter
+from benchmarks.sweeps.engines import window
+from benchmarks.sweeps.plots import plot_throughput
+from benchmarks.sweeps.rows import show
+from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
 from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
@@ -43,19 +43,8 @@ from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import GIB
 
-COLUMNS = [
-    "kv",
-    "context",
-    "batch",
-    "decode_tokens_per_s",
-    "step_ms",
-    "ttft_s",
-    "device_gib",
-    "host_gib",
-    "h2d_mb_per_step",
-    "hit_rate",
-    "status",
-]
+COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
+COLUMNS += ["h2d_mb_per_step", "hit_rate", "status"]
 UTILIZATION = 0.99
 """Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
@@ -216,16 +205,6 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     }
 
 
-def window(engine: Engine, steps: int, count: int) -> float:
-    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    tokens = sum(len(engine.step()) for _ in range(steps))
-    torch.cuda.synchronize()
-    assert tokens == count * steps, "a sequence has left"
-    return (time.perf_counter() - start) / steps
-
-
 def sample_tokens(engine: Engine, **settings: float) -> None:
     """Makes all requests choose their next tokens differently; their seeds stay."""
     for running in engine.scheduler.running:
@@ -272,19 +251,14 @@ def profile(engine: Engine) -> dict[str, Any]:
     return {"device_ms_per_step": total, "busy": ran / (end - events[0].time_range.start), "kernels": table[:40]}
 
 
-def show(value: Any) -> str:
-    """A figure in a few characters."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def summarise(out: Path) -> None:
     """Writes summary.csv and the plots from all cells of the folder."""
     cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     with (out / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows([show(cell[name]) if cell[name] is not None else "" for name in COLUMNS] for cell in cells)
-    plot(cells, out)
+        writer.writerows([show(cell[name]) for name in COLUMNS] for cell in cells)
+    plot_throughput(cells, out)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.prefix_cache import reuse
-from benchmarks.sweeps import engines, mixed, mixed_gaps, prefill, prefill_plots, ranks
-from benchmarks.sweeps.mixed_gaps import GapCase, measure_gaps
-from benchmarks.sweeps.replayed_blocks import random_blocks
+from benchmarks.sweeps import engines, mixed, plots, prefill, ranks
+from benchmarks.sweeps.mixed import GapCase, measure_gaps
 from benchmarks.sweeps.rows import PREFILL, Rows, read
+from benchmarks.sweeps.synthetic import random_blocks
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -134,7 +134,7 @@ def test_gaps_and_waits_beside_a_long_prompt(model, monkeypatch, capsys):
         drawn.append((tokens, engine.num_running))
         return engines.random_prompt(engine, tokens, draw)
 
-    monkeypatch.setattr(mixed_gaps, "random_prompt", random_prompt)
+    monkeypatch.setattr(mixed, "random_prompt", random_prompt)
     figures = measure_gaps(engine, case)
     assert (2000, 0) in drawn, "while requests decode, the time would be in the first gap"
     shown = [float(gap) for gap in capsys.readouterr().out.partition("ms:")[2].split()]
@@ -163,7 +163,7 @@ def test_a_plot_has_a_line_for_every_engine(tmp_path, monkeypatch):
     drawn = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (drawn.append(self), save(self, *args, **kw)))
-    assert prefill_plots.plot(rows.path).stat().st_size > 0
+    assert plots.plot_prefill(rows.path).stat().st_size > 0
     names = [line.get_label() for line in drawn[0].axes[0].get_lines()]
     assert names == ["shadowkv turbo, dense", "vllm 0.26.0 turbo, dense"]
     assert drawn[0].axes[0].get_xscale() == drawn[0].axes[0].get_yscale() == "log"

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sweeps import format_stages, formats, throughput
-from benchmarks.sweeps.format_distortion import distortions
-from benchmarks.sweeps.format_stages import measure_throughput, open_rows, paired_score
-from benchmarks.sweeps.format_summary import summarise
+from benchmarks.sweeps import formats, throughput
+from benchmarks.sweeps.formats import distortions, measure_throughput, open_rows, paired_score
+from benchmarks.sweeps.formats_summary import summarise
 from benchmarks.sweeps.rows import read
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
@@ -39,13 +38,13 @@ def flags(model: Path, out: Path) -> list[str]:
 
 def test_stages_go_on_where_they_ended(model, tmp_path, monkeypatch):
     monkeypatch.setattr("shadowkv.eval.fidelity.command.plot_fidelity", lambda *_: None)  # they take seconds
-    asked, measure = [], format_stages.distortions
+    asked, measure = [], formats.distortions
 
     def counted(loaded, specs, prompts):
         asked.append([spec.keys for spec in specs])
         return measure(loaded, specs, prompts)
 
-    monkeypatch.setattr(format_stages, "distortions", counted)
+    monkeypatch.setattr(formats, "distortions", counted)
     stages = ["--stages", "bytes", "distortion", "fidelity"]
     assert formats.main([*flags(model, tmp_path), *stages, "--kv", "full", "turboquant-4"]) == 0
     assert formats.main([*flags(model, tmp_path), *stages, "table", "--kv", "full", "polar-int4"]) == 0
@@ -96,7 +95,7 @@ def test_scores_are_paired_with_full(model, tmp_path, monkeypatch):
         (tmp_path / "ruler" / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
         return 0
 
-    monkeypatch.setattr(format_stages, "evaluate", evaluated)
+    monkeypatch.setattr(formats, "evaluate", evaluated)
     command = [*flags(model, tmp_path), "--stages", "ruler", "table", "--samples", "3", "full=4", "--tasks", "vt"]
     command += ["--lengths", "16384"]
     assert formats.main([*command, "--kv", "full", "turbo"]) == 0
@@ -115,7 +114,7 @@ def test_scores_are_paired_with_full(model, tmp_path, monkeypatch):
 def test_a_policy_that_fails_leaves_the_others(model, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(format_stages, "_device", lambda name: "a GPU")
+    monkeypatch.setattr(formats, "_device", lambda name: "a GPU")
     swept = []
 
     def sweep(arguments):

@@ -1,4 +1,4 @@
-"""What benches measure on: free blocks lie mixed, random sequences are as good as others, and scripts select as set."""
+"""What benches measure on: free blocks lie mixed, random sequences are as good as others, selections repeat as set."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.sweeps.scripted_selection import ScriptedSelection
-from benchmarks.sweeps.synthetic import begin, fill_random, open_cache, scatter
+from benchmarks.sweeps.synthetic import ScriptedSelection, begin, fill_random, scatter
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -19,9 +21,19 @@ from shadowkv.ops.apply_rope.tables import RopeConfig
 SHAPE = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=64)
 
 
+def scattered_cache(kv: str, tokens: int, capacity: int) -> KVCache:
+    """Room for four sequences of ``tokens`` that may grow to ``capacity``."""
+    layout = Layout(preset(kv), SHAPE, torch.float32, capacity)
+    need = layout.demand(tokens, capacity)
+    memory = Blocks({tier: 4 * need[tier] for tier in ("device", "host")})
+    cache = KVCache(layout, RopeConfig(64), slots=4, memory=memory, device="cpu")
+    scatter(cache)
+    return cache
+
+
 @pytest.mark.parametrize(("kv", "pages"), [("full", "dense"), ("shadowkv", "host_reserve")])
 def test_free_blocks_lie_mixed_and_nothing_is_held(kv, pages):
-    cache = open_cache(preset(kv), SHAPE, RopeConfig(64), 4, 4000, 4096, dtype=torch.float32, device="cpu")
+    cache = scattered_cache(kv, 4000, 4096)
     assert cache.free == cache.total
     names = getattr(cache.allocate(4000, 4096), pages)
     step = min(b - a for a, b in pairwise(sorted(names)))
@@ -30,7 +42,7 @@ def test_free_blocks_lie_mixed_and_nothing_is_held(kv, pages):
 
 
 def test_a_random_sequence_decodes():
-    cache = open_cache(preset("turbo"), SHAPE, RopeConfig(64), 1, 1000, 1024, dtype=torch.float32, device="cpu")
+    cache = scattered_cache("turbo", 1000, 1024)
     sequence = cache.allocate(1000, 1024)
     fill_random(cache, sequence, 1000)
     assert sequence.length == 1000

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.sweeps import density
+from benchmarks.sweeps.density import left_out
 from benchmarks.sweeps.engines import densities_of
-from benchmarks.sweeps.mass_left_out import left_out
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution import prefill as engine_prefill

@@ -1,4 +1,4 @@
-"""What ``formats_table.py`` makes of its stages' rows: a CSV with one line per policy, a table to read, and plots."""
+"""What the table of formats makes of its stages' rows: a CSV with one line per policy, a table to read, and plots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.sweeps.format_plots import kl_by_bytes, score_by_speed
+from benchmarks.sweeps.plots import kl_by_bytes, score_by_speed
 from benchmarks.sweeps.rows import read
 
 COLUMNS = {
