@@ -7,6 +7,7 @@ answered with 200.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,29 +15,17 @@ from typing import Any
 
 import httpx
 
-from robustness.judge_bodies import MESSAGE, TEMPLATE, sampling_rules, shared_rules
-from robustness.judge_conversations import ill_formed, messages_body, prompt_rules, responses_body
-from robustness.judge_rules import (
-    Rule,
-    boolean,
-    either,
-    fields,
-    given,
-    integer,
-    loads,
-    save_name,
-    short,
-    some,
-    text,
-    tool_choice,
-    utf8,
-)
+from robustness.judge_rules import Rule, given, integer, loads, route_rules, some, text  # fmt: skip
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
 
-CONVERSATIONS = ("/v1/responses", "/v1/messages")
+MESSAGES = "/v1/messages"
+CONVERSATIONS = ("/v1/responses", MESSAGES)
 """Routes of APIs other than that of chats."""
+
+STOPS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
+"""Reasons for which a message ends."""
 
 PAGE = 64
 """Tokens that are saved together."""
@@ -53,58 +42,7 @@ class Judge:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """By route, what a body has to be, parameter by parameter."""
-        shared = shared_rules(self.model, self.vocab)
-        model, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, self.vocab - 1)
-        tokens = some(token, 1)
-        prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
-        return {
-            "/v1/completions": fields(
-                {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
-            ),
-            "/v1/chat/completions": fields(
-                {
-                    **sampling,
-                    **TEMPLATE,
-                    "messages": some(MESSAGE, 1),
-                    "tool_choice": tool_choice,
-                    "parallel_tool_calls": boolean,
-                    "max_completion_tokens": integer(1),
-                    "parse_special": boolean,
-                    "logprobs": boolean,
-                    "top_logprobs": integer(0, 20),
-                },
-                "messages",
-            ),
-            "/v1/responses": responses_body(shared),
-            "/v1/messages": messages_body(shared),
-            "/v1/messages/count_tokens": fields({**model, **prompt_rules()}, "messages"),
-            "/tokenize": fields(
-                {
-                    **model,
-                    **TEMPLATE,
-                    "prompt": utf8,
-                    "messages": some(MESSAGE),
-                    "add_special_tokens": boolean,
-                    "add_generation_prompt": boolean,
-                    "parse_special": boolean,
-                    "return_token_strs": boolean,
-                }
-            ),
-            "/detokenize": fields({**model, "tokens": some(token)}, "tokens"),
-            "/cache/save": fields(
-                {
-                    **model,
-                    **TEMPLATE,
-                    "name": save_name,
-                    "prompt": either(utf8, tokens, some(either(utf8, tokens), 1, 1)),
-                    "messages": some(MESSAGE, 1),
-                    "parse_special": boolean,
-                    "cache_salt": short(256, least=1),
-                },
-                "name",
-            ),
-            "/cache/restore": fields({**model, "name": save_name}, "name"),
-        }
+        return route_rules(self.model, self.vocab)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -239,3 +177,54 @@ def stream_events(content: str) -> list[Any]:
     if lines.pop() != "[DONE]":
         raise ValueError("the stream ended without [DONE]")
     return [loads(line.encode()) for line in lines]
+
+
+# -- answers of responses and messages ---------------------------------------------------------------------------------
+
+
+def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str | None:
+    """What is wrong with the form of an answer of these routes, if anything; may raise ValueError or KeyError, too."""
+    if response.status_code != 200:
+        return _error(path, response)
+    if path.endswith("/count_tokens"):
+        return None if integer(1)(response.json()["input_tokens"]) else "no count"
+    if not body.get("stream"):
+        return _whole(path, response.json())
+    events = _events(response.text)
+    if path == MESSAGES:
+        if events[-1]["type"] == "error":
+            return None if events[-1]["error"]["type"] == "overloaded_error" else f"a stream that failed: {events[-1]}"
+        fine = events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+        return None if fine and events[-2]["delta"]["stop_reason"] in STOPS else "a stream without its ends"
+    if [event["sequence_number"] for event in events] != [*range(len(events))]:
+        return "events that are not counted"
+    return (
+        _whole(path, events[-1]["response"])
+        if events[0]["type"] == "response.created"
+        else "a stream without its start"
+    )
+
+
+def _whole(path: str, answer: dict[str, Any]) -> str | None:
+    if path == MESSAGES:
+        return None if answer["type"] == "message" and answer["stop_reason"] in STOPS else "no message"
+    fine = answer["object"] == "response" and answer["status"] in ("completed", "incomplete") and answer["output"]
+    usage = answer["usage"]
+    return None if fine and usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"] else "no response"
+
+
+def _error(path: str, response: httpx.Response) -> str | None:
+    error = response.json()["error"]
+    names = {"type", "message"} if path.startswith(MESSAGES) else {"type", "message", "param", "code"}
+    if set(error) != names or not error["message"]:
+        return "an error of another shape"
+    full = response.status_code == 503 and "retry-after" in response.headers
+    return f"{response.status_code}: {error['message']}" if response.status_code >= 500 and not full else None
+
+
+def _events(content: str) -> list[Any]:
+    parts = [event.split("\n") for event in content.split("\n\n") if event and not event.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+    if [name.removeprefix("event: ") for name, _ in parts] != [event["type"] for event in events]:
+        raise ValueError("events with other names than their types")
+    return [event for event in events if event["type"] != "ping"]

@@ -33,15 +33,15 @@ from typing import Any
 
 import httpx
 
-from robustness.client import Lost, SoakClient
-from robustness.held_files import Held
+from robustness.client import Answer, Lost, SoakClient, compare
 from robustness.server import start_server, stop_server
-from robustness.soak_answer import Answer, compare
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.prefix_cache.disk.files import TEMPORARY
+from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
+from shadowkv.prefix_cache.disk.inventory import Inventory
+from shadowkv.prefix_cache.page_names import PageNames
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
@@ -50,6 +50,50 @@ LEAST_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]
 """A document's number, and that of a question about it; 0 opens the document."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a directory of snapshots holds of prompts, with every byte read.
+
+    Attributes:
+        origin: what names of pages build on; empty without a file.
+        pages: names of the pages that usable files hold.
+        files: names of all files.
+        bad: names of those that are not what was written.
+        half_written: temporary files, and their bytes.
+    """
+
+    origin: str
+    pages: frozenset[str]
+    files: frozenset[str]
+    bad: frozenset[str]
+    half_written: tuple[int, int]
+
+    @classmethod
+    def of(cls, directory: Path) -> Held:
+        """Reads every byte."""
+        inventory = Inventory.of(directory)
+        rows = inventory.rows()
+        bad = inventory.verify([row["name"] for row in rows], lambda count: None).keys() | inventory.bad.keys()
+        pages, origin = set[str](), ""
+        for row in rows:
+            chain = inventory.index.chain(row["name"])
+            if not chain or bad & {entry.name for entry in chain}:
+                continue
+            tokens, origin = list[int](), row["origin"]
+            for entry in chain:
+                with SnapshotFile(directory, entry.name) as file:
+                    tokens[entry.head.start :] = file.token_ids().tolist()
+            pages |= set(PageNames(origin).extend_to(tokens))
+        temporary = [path.stat().st_size for path in directory.glob(f"{TEMPORARY}*")]
+        files = frozenset(row["name"] for row in rows) | frozenset(inventory.bad)
+        return cls(origin, frozenset(pages), files, frozenset(bad), (len(temporary), sum(temporary)))
+
+    def tokens(self, prompt: list[int]) -> int:
+        """How many of a prompt's tokens files hold, except the last, which is always computed."""
+        names = PageNames(self.origin).extend_to(prompt[:-1]) if self.origin else []
+        return PAGE * next((number for number, name in enumerate(names) if name not in self.pages), len(names))
 
 
 @dataclass
@@ -81,13 +125,8 @@ class Sweep:
             document = f"Document {number}. {self._text(words)}"
             for question in range(self.args.questions):
                 text = self._text(QUESTION_WORDS if question else OPENING_WORDS)
-                yield (
-                    (number, question),
-                    [
-                        {"role": "system", "content": document},
-                        {"role": "user", "content": f"Question {question}: {text}?"},
-                    ],
-                )
+                asked = {"role": "user", "content": f"Question {question}: {text}?"}
+                yield (number, question), [{"role": "system", "content": document}, asked]
 
     def _text(self, words: int) -> str:
         return " ".join(self.random.choices(WORDS, k=words))
@@ -95,10 +134,10 @@ class Sweep:
     def flags(self, directory: Path | None) -> dict[str, Any]:
         """Flags of a server."""
         args = self.args
-        found = {"model": args.model, "load_format": args.load_format, "device": args.device, "kv": self.kv}
-        found |= {"max_num_seqs": args.batch, "max_cached_seqs": args.cached, "max_model_len": args.max_model_len}
-        found["max_num_batched_tokens"] = 1024  # documents are computed one after another: some are done before a kill
-        return found | ({} if directory is None else {"kv_disk_dir": directory, "kv_disk_gib": 8})
+        flags = {"model": args.model, "load_format": args.load_format, "device": args.device, "kv": self.kv}
+        flags |= {"max_num_seqs": args.batch, "max_cached_seqs": args.cached, "max_model_len": args.max_model_len}
+        flags["max_num_batched_tokens"] = 1024  # documents are computed one after another: some are done before a kill
+        return flags | ({} if directory is None else {"kv_disk_dir": directory, "kv_disk_gib": 8})
 
     def run(self, directory: Path) -> None:
         """Servers one after another; the first is not killed."""

@@ -18,22 +18,22 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from robustness.client import Lost, Turn
+from robustness.client import Answer, Lost, SoakClient, Turn, compare
 from robustness.server import SERVER, SLOTS, own_server
-from robustness.soak_answer import Answer, compare
-from robustness.soak_health import HealthProbe
-from robustness.soak_hostile import HostileClients
 from shadowkv.eval.provenance import provenance
 
 WEIGHTS = {"whole": 33, "stream": 28, "hang up": 10, "bad": 9, "chat": 8}
@@ -48,6 +48,159 @@ MAX_FAULTS = 100
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 
 RETRY_SECONDS = 2
+HEALTH_SECONDS = 0.05
+"""Between two requests of /health."""
+
+HOLD_SECONDS = 3.0
+"""The longest that a connection is held without sending; half as long again without reading."""
+
+RECEIVE_BUFFER = 4096
+"""Bytes that the system buffers for a client that does not read."""
+
+BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
+    *(("temperature", "hot"), ("max_tokens", -1), ("max_tokens", 10**9), ("n", 0), ("stop", 5), ("top_p", 2)),
+    *(("logit_bias", {"x": 1}), ("logprobs", 1000), ("prompt", {}), ("grammar", "x")),
+)
+
+
+class HostileClients(SoakClient):
+    """Clients that are hostile or broken, a behaviour per method: bad and giant bodies, half requests, no reading.
+
+    Each is over in seconds, whatever the server does. It is a fault if a server answers one of them as if it were a
+    good one.
+    """
+
+    async def do_bad(self) -> None:
+        good = json.dumps(self.body([1, 2, 3]))
+        bodies: list[tuple[str | bytes, tuple[int, ...]]] = [
+            (good[: self.random.randrange(len(good))], (400,)),
+            (self.random.randbytes(self.random.randrange(200)), (400,)),
+            ("[" * self.random.randrange(1, 10_000), (400,)),
+            (json.dumps({**self.body([1]), "model": "no such model"}), (404,)),
+            *((json.dumps({**self.body([1]), name: value}), (400,)) for name, value in BAD_PARAMETERS),
+            (json.dumps(self.body([1] * (self.limit + self.random.randrange(1, 50)))), (400,)),
+            (json.dumps(self.body([2**31])), (400,)),
+        ]
+        content, status = self.random.choice(bodies)
+        path = self.random.choice(["/v1/completions", "/v1/chat/completions"])
+        response = await self.client.post(path, content=content, headers={"Content-Type": "application/json"})
+        error = response.json()["error"]
+        if response.status_code not in (*status, 400) or set(error) != {"message", "type", "param", "code"}:
+            raise Lost(f"{response.status_code} for {content[:80]!r}: {error}")
+
+    async def do_giant_body(self) -> None:
+        limit = int(self.args.max_body_mib * 2**20)
+        too_long = self.random.random() < 0.5
+        content = json.dumps(self.body([1], max_tokens=1)).encode().ljust(limit + too_long)
+        headers = {"Content-Type": "application/json"}
+        response = await self.client.post("/v1/completions", content=content, headers=headers)
+        busy = response.status_code == 503 and "retry-after" in response.headers
+        if response.status_code != (413 if too_long else 200) and not busy:
+            raise Lost(f"{response.status_code} for a body of {len(content)} bytes: {response.text[:200]}")
+
+    async def do_silent(self) -> None:
+        await self.hold(b"")
+
+    async def do_half_header(self) -> None:
+        request = self.raw_request(self.body([1]))
+        await self.hold(request[: self.random.randrange(1, request.index(b"\r\n\r\n"))])
+
+    async def do_half_body(self) -> None:
+        request = self.raw_request(self.body([1]))
+        await self.hold(request[: self.random.randrange(request.index(b"\r\n\r\n") + 4, len(request))])
+
+    async def do_slow_reader(self) -> None:
+        """A long stream that is never read."""
+        body = self.body(self.prompt(self.random.random(), 1), ignore_eos=True, stream=True)
+        body["max_tokens"] = self.limit - len(body["prompt"])
+        async with self.connection(self.raw_request(body)) as connection:
+            await asyncio.sleep(self.random.uniform(HOLD_SECONDS / 2, 1.5 * HOLD_SECONDS))
+            try:
+                while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 2**16), 0.1):
+                    pass
+            except ConnectionResetError:
+                self.counts["slow readers cut off"] += 1
+            except asyncio.TimeoutError:
+                pass
+
+    async def hold(self, request: bytes) -> None:
+        """Sends part of a request and waits; if the server answers meanwhile, it must not be a good answer."""
+        async with self.connection(request) as connection:
+            receive = asyncio.get_running_loop().sock_recv(connection, 2**16)
+            try:
+                answer = await asyncio.wait_for(receive, self.random.uniform(0, HOLD_SECONDS))
+            except (asyncio.TimeoutError, ConnectionResetError):
+                return
+        self.counts["half requests cut off"] += 1
+        if answer and answer.split()[1] not in (b"408", b"503"):
+            raise Lost(f"half a request got {answer[:200]!r}")
+
+    def raw_request(self, body: dict[str, Any]) -> bytes:
+        """A request for a completion, as raw bytes."""
+        content = json.dumps(body).encode()
+        return (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self.client.base_url.host}\r\n"
+            f"Authorization: Bearer {self.args.api_key}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        ).encode() + content
+
+    @asynccontextmanager
+    async def connection(self, request: bytes) -> AsyncIterator[socket.socket]:
+        """A new connection that has sent the request, and reads nothing by itself."""
+        loop, url = asyncio.get_running_loop(), self.client.base_url
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (url.host, url.port))
+            await loop.sock_sendall(connection, request)
+            yield connection
+
+
+class HealthProbe:
+    """Requests /health repeatedly, on its own thread and connection, while its context is open.
+
+    Args:
+        url: the server's.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self._seconds: list[float] = []
+        self.faults: list[str] = []
+
+    def summary(self) -> dict[str, float]:
+        """Latencies in milliseconds."""
+        ordered = sorted(self._seconds) or [float("nan")]
+        shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        return {
+            f"health {name} ms": round(1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)], 1)
+            for name, share in shares.items()
+        }
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._stop.wait(HEALTH_SECONDS):
+                start = time.monotonic()
+                try:
+                    response = client.get("/health")
+                except httpx.HTTPError as error:
+                    self.faults.append(f"health: {type(error).__name__}: {error}")
+                else:
+                    self._seconds.append(time.monotonic() - start)
+                    if response.status_code != 200:
+                        self.faults.append(f"health: {response.status_code}: {response.text[:200]}")
+
+    def __enter__(self) -> HealthProbe:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 @dataclass

@@ -41,7 +41,6 @@ from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.eval.fidelity.texts import read_prompts
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.models.loader import LoadedModel
 
 QUESTION, OTHER = 48, 192
 """Tokens: a question fills no page, so that asking it twice hits no more than the document; what follows a leader's
@@ -95,20 +94,12 @@ def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None 
     return Answer(torch.stack(sampler.seen), tokens, cached)
 
 
-def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedModel | None) -> Engine:
+def opened(args: argparse.Namespace, kv: str, directory: str) -> Engine:
     """An engine, once the contents of the disk are known."""
     longest = args.document + OTHER + args.steps + PAGE
-    config = EngineConfig(
-        kv=kv,
-        max_num_seqs=2,
-        max_cached_seqs=2,
-        max_model_len=longest,
-        kv_disk_dir=directory,
-        prefill="dense",
-        dtype=args.dtype,
-        **model_of(args),
-    )
-    engine = Engine(config, loaded)
+    sizes = {"max_num_seqs": 2, "max_cached_seqs": 2, "max_model_len": longest}
+    settings = {**model_of(args), **sizes, "dtype": args.dtype, "prefill": "dense", "kv_disk_dir": directory}
+    engine = Engine(EngineConfig(kv=kv, **settings))
     while engine.scheduler.prefix_cache.opening:
         time.sleep(0.001)
     return engine
@@ -118,7 +109,7 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Ans
     """Rows of a policy; the first, which must be ``full``, adds its freshly computed answers to ``full``."""
     fresh, hits, host, disk = list[Answer](), list[Answer](), list[Answer](), list[Answer]()
     with TemporaryDirectory(prefix="hits-") as directory:
-        engine = opened(args, kv, directory, None)
+        engine = opened(args, kv, directory)
         alone = bool(engine.cache.spec.outliers)
         for number, case in enumerate(cases):
             fresh.append(
@@ -139,7 +130,7 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Ans
         expect(counts["host"], sum(hit.cached for hit in hits), "from host memory")
         settle(engine)
         engine.close()
-        again = opened(args, kv, directory, None)
+        again = opened(args, kv, directory)
         for number, case in enumerate(cases):
             disk.append(ask(again, case.prompt, args.steps, full[number].tokens))
             forget_device(again)
@@ -164,13 +155,8 @@ def compare(ones: list[Answer], others: list[Answer]) -> dict[str, float]:
     agrees = [one.logits.argmax(-1) == other.logits.argmax(-1) for one, other in zip(ones, others, strict=True)]
     apart = [(one.logits - other.logits).abs().max() for one, other in zip(ones, others, strict=True)]
     mean, error = mean_and_error([float(one.mean()) for one in kl])
-    return dict(
-        zip(
-            FIGURES,
-            (mean, error, float(torch.cat(kl).max()), float(torch.cat(agrees).double().mean()), float(max(apart))),
-            strict=True,
-        )
-    )
+    figures = mean, error, float(torch.cat(kl).max()), float(torch.cat(agrees).double().mean()), float(max(apart))
+    return dict(zip(FIGURES, figures, strict=True))
 
 
 def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
@@ -214,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 1 if a hit from another tier is not bitwise identical."""
     args = parse(argv)
     with TemporaryDirectory(prefix="hits-") as directory:
-        engine = opened(args, "full", directory, None)
+        engine = opened(args, "full", directory)
         cases = list(cut(args, engine))
         engine.close()
     full, rows = list[Answer](), list[dict[str, Any]]()

@@ -28,19 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.prefix_cache.chat_trace import ChatTrace, TraceShape
-from benchmarks.sweeps.engines import (
-    Cell,
-    about,
-    add_arguments,
-    combinations,
-    engine_of,
-    greedy,
-    in_fresh_process,
-    opened,
-    random_prompt,
-    replayed_density,
-    step,
-)
+from benchmarks.sweeps import engines
+from benchmarks.sweeps.engines import Cell
 from benchmarks.sweeps.rows import REUSE, Rows
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -88,7 +77,7 @@ class Asked:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--reuse", nargs="+", choices=("on", "off"), default=["on"], help="(default: on)")
     parser.add_argument("--document", type=int, default=61440, help="tokens (default: %(default)s)")
@@ -112,14 +101,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows, well = Rows(args.out, REUSE), True
-    for cell in combinations(args):
+    for cell in engines.combinations(args):
         for case in args.cases:
             for reuse in args.reuse if case in COMPARED else ["on"]:
                 for tokens in args.restored if case in ("restore", "disk") else [args.document]:
                     cell |= {"case": case, "reuse": reuse, "tokens": tokens}
-                    cell["replayed_density"] = replayed_density(args.replay[0], tokens)
+                    cell["replayed_density"] = engines.replayed_density(args.replay[0], tokens)
                     if not rows.has(cell):
-                        well &= in_fresh_process(sweep, args, dict(cell))
+                        well &= engines.in_fresh_process(sweep, args, dict(cell))
     return 0 if well else 1
 
 
@@ -143,10 +132,10 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
     if case in ("disk", "copies") and args.disk is not None:
         directory = args.disk / f"{case}-{cell['tokens']}"
         settings |= {"kv_disk_dir": str(directory), "kv_disk_gib": 4 * args.kv_offload_gib}
-    engine = engine_of(args, cell, **settings)
+    engine = engines.engine_of(args, cell, **settings)
     for line in engine.notes:
         print(line, flush=True)
-    ask(engine, [random_prompt(engine, min(512, cell["tokens"]), random.Random(1))], 4)
+    ask(engine, [engines.random_prompt(engine, min(512, cell["tokens"]), random.Random(1))], 4)
     measured: dict[str, Callable[[], dict[str, float | None]]] = {
         "shared": lambda: shared(engine, args),
         "one-by-one": lambda: one_by_one(engine, args),
@@ -157,10 +146,10 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
     rows = Rows(args.out, REUSE)
     if case == "copies":
         alone, beside = copies(engine, args.document, args.output)
-        rows.add(cell | {"reuse": "off"} | alone | about(engine))
-        rows.add(cell | beside | about(engine))
+        rows.add(cell | {"reuse": "off"} | alone | engines.about(engine))
+        rows.add(cell | beside | engines.about(engine))
     else:
-        rows.add(cell | measured[case]() | about(engine))
+        rows.add(cell | measured[case]() | engines.about(engine))
     engine.close()
     if case == "copies" and args.disk is not None:
         shutil.rmtree(directory)
@@ -170,9 +159,9 @@ def ask(engine: Engine, prompts: list[list[int]], output: int, first: int = 0) -
     """Submits all prompts at once, and waits for the last token."""
     asked, start = Asked(), time.monotonic()
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(first + number), prompt, greedy(output))
+        engine.add_request(str(first + number), prompt, engines.greedy(output))
     while engine.has_work:
-        for output in step(engine):
+        for output in engines.step(engine):
             asked.add(output, start)
     return asked
 
@@ -206,8 +195,8 @@ def hits(engine: Engine) -> dict[str, int]:
 def questions(engine: Engine, args: argparse.Namespace, count: int) -> list[list[int]]:
     """Prompts of one document."""
     draw = random.Random(0)
-    document = random_prompt(engine, args.document, draw)
-    return [document + random_prompt(engine, args.own, draw) for _ in range(count)]
+    document = engines.random_prompt(engine, args.document, draw)
+    return [document + engines.random_prompt(engine, args.own, draw) for _ in range(count)]
 
 
 def shared(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
@@ -233,7 +222,7 @@ def one_by_one(engine: Engine, args: argparse.Namespace) -> dict[str, float | No
 
 def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
     """A document and one more token, several times; ``wall_s`` is the restore alone, from its launch."""
-    document = random_prompt(engine, tokens, random.Random(0))
+    document = engines.random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     before, asked, counts, walls = hits(engine), Asked(), engine.scheduler.prefix_cache.counts, []
     for _ in range(5):
@@ -248,7 +237,7 @@ def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
 
 def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float | None]:
     """A document that only the disk has: the engine is opened anew, and the page cache has nothing of its file."""
-    document = random_prompt(engine, tokens, random.Random(0))
+    document = engines.random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     settle(engine)
     engine.close()
@@ -261,7 +250,7 @@ def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float |
             pass
     plain = time.monotonic() - start
     forget_pages(files[-1])
-    again = opened(engine.config)
+    again = engines.opened(engine.config)
     while again.scheduler.prefix_cache.opening:
         time.sleep(0.001)
     before, start = hits(again), time.monotonic()
@@ -287,7 +276,7 @@ def forget_pages(file: Path) -> None:
 def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
     """Chats over documents."""
     shape = TraceShape(args.chats, args.turns, args.documents, args.shortest, args.document, args.own, args.at_once)
-    chats = ChatTrace(shape, lambda tokens, draw: random_prompt(engine, tokens, draw))
+    chats = ChatTrace(shape, lambda tokens, draw: engines.random_prompt(engine, tokens, draw))
     total = sum(chats.lengths) * engine.cache.demand(args.document, args.document)["device"] / args.document
     print(f"documents: {total:.0f} blocks, the device has {engine.cache.total['device']}", flush=True)
     asked, offered, before = Asked(), dict[str, tuple[int, float]](), hits(engine)
@@ -296,10 +285,10 @@ def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
         for chat, prompt in chats.due():
             name = f"{chat} {len(prompt)}"
             offered[name] = chat, time.monotonic()
-            engine.add_request(name, prompt, greedy(args.output))
+            engine.add_request(name, prompt, engines.greedy(args.output))
         if not engine.has_work:
             return figures(engine, asked, time.monotonic() - start, before)
-        for output in step(engine):
+        for output in engines.step(engine):
             chat, at = offered[output.request_id]
             asked.add(output, at)
             chats.came(chat, output.token_ids, output.finish_reason is not None)
@@ -316,7 +305,7 @@ class Steps:
     def take(self, engine: Engine) -> None:
         """One more step; raises ValueError if a request ends with it."""
         start = time.monotonic()
-        outputs = step(engine)
+        outputs = engines.step(engine)
         self.seconds += time.monotonic() - start
         self.count += 1
         self.tokens += sum(len(output.token_ids) for output in outputs)
@@ -339,8 +328,8 @@ def copies(engine: Engine, document: int, output: int) -> tuple[dict[str, float 
     """
     draw, batch, prefixes = random.Random(0), engine.config.max_num_seqs, engine.scheduler.prefix_cache
     for number in range(batch):
-        prompt = random_prompt(engine, document, draw)
-        engine.add_request(f"copied {number}", prompt, greedy(engine.cache.max_model_len - document))
+        prompt = engines.random_prompt(engine, document, draw)
+        engine.add_request(f"copied {number}", prompt, engines.greedy(engine.cache.max_model_len - document))
     with prefixes.on_the_device_alone():
         while len(engine.scheduler.running) < batch:
             Steps().take(engine)

@@ -40,14 +40,9 @@ def measure(model: Path, policy: str, length: int) -> tuple[int, int]:
     """Bytes of a prompt's files, and how many of its tokens they hold."""
     prompt = random.Random(0).choices(range(1, 128), k=length)
     with TemporaryDirectory() as directory:
-        settings = {
-            "load_format": "dummy",
-            "device": "cpu",
-            "dtype": "bfloat16",
-            "max_num_seqs": 1,
-            "kv_dense_below": 0,
-        }
-        engine = Engine(EngineConfig(model=str(model), kv=policy, kv_disk_dir=directory, role="prefill", **settings))
+        settings = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "max_num_seqs": 1, "role": "prefill"}
+        config = EngineConfig(model=str(model), kv=policy, kv_dense_below=0, kv_disk_dir=directory, **settings)
+        engine = Engine(config)
         engine.add_request("prompt", prompt, SamplingParams(max_tokens=1))
         while engine.has_work or engine.settling:
             engine.step()

@@ -21,10 +21,7 @@ PROMPT, STEPS, PREFILLS = 512, 8, 2
 def memory() -> dict[str, float]:
     """GiB of this process in memory, now and at the peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "resident_gib": int(lines["VmRSS"].split()[0]) / 2**20,
-        "peak_gib": int(lines["VmHWM"].split()[0]) / 2**20,
-    }
+    return {"resident_gib": int(lines["VmRSS"].split()[0]) / 2**20, "peak_gib": int(lines["VmHWM"].split()[0]) / 2**20}
 
 
 def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, float]:

@@ -77,14 +77,8 @@ def run_theirs(dtype: str) -> dict[str, float]:
     start = time.perf_counter()
     with torch.inference_mode():
         model.generation_config.eos_token_id = None
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            stopping_criteria=[tick],
-        )
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=mask, stopping_criteria=[tick], **options)
     seconds = time.perf_counter() - start
     assert out.shape[1] == longest + NEW_TOKENS
     decode = SEQUENCES * (len(ticks) - 1) / (ticks[-1] - ticks[0])
@@ -122,9 +116,9 @@ def main() -> int:
             for who in ("shadowkv", "transformers"):
                 command = [sys.executable, "-m", "benchmarks.sweeps.cpu_serve", "--kv", args.kv, "--one", who, dtype]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found = json.loads(done.stdout.splitlines()[-1])
-                runs.setdefault(f"{who} {dtype}", []).append(found)
-                print(who, dtype, {key: round(value, 2) for key, value in found.items()}, flush=True)
+                figures = json.loads(done.stdout.splitlines()[-1])
+                runs.setdefault(f"{who} {dtype}", []).append(figures)
+                print(who, dtype, {key: round(value, 2) for key, value in figures.items()}, flush=True)
     report(runs)
     if args.out:
         import torch
@@ -142,21 +136,19 @@ def main() -> int:
 def report(runs: dict[str, list[dict[str, float]]]) -> None:
     """Medians, and ours over theirs, each at its best dtype."""
     medians = {
-        name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()
+        name: {key: statistics.median(run[key] for run in repeats) for key in repeats[0]}
+        for name, repeats in runs.items()
     }
     print(f"{'':24}{'tok/s':>9}{'decode tok/s':>14}{'seconds':>9}{'peak GiB':>10}")
     for name, row in medians.items():
         numbers = f"{row['tokens_per_s']:9.0f}{row['decode_tokens_per_s']:14.0f}"
         print(f"{name:24}{numbers}{row['seconds']:9.1f}{row['peak_gib']:10.2f}")
-    best = {
-        who: {
-            key: max(row[key] for name, row in medians.items() if name.startswith(who))
-            for key in ("tokens_per_s", "decode_tokens_per_s")
-        }
-        for who in ("shadowkv", "transformers")
-    }
     for key in ("tokens_per_s", "decode_tokens_per_s"):
-        print(f"ours / theirs, {key}: {best['shadowkv'][key] / best['transformers'][key]:.2f}")
+        ours, theirs = (
+            max(row[key] for name, row in medians.items() if name.startswith(who))
+            for who in ("shadowkv", "transformers")
+        )
+        print(f"ours / theirs, {key}: {ours / theirs:.2f}")
 
 
 if __name__ == "__main__":

@@ -152,10 +152,7 @@ def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: 
     )
     found: Cell = {}
     paired = [score - full[sample] for sample, score in own.items() if sample in full]
-    for name, error, values in (
-        ("score", "stderr", list(own.values())),
-        ("difference", "difference_stderr", paired),
-    ):
+    for name, error, values in (("score", "stderr", list(own.values())), ("difference", "difference_stderr", paired)):
         mean, spread = mean_and_error(values)
         found |= {name: 100 * mean, error: 100 * spread if len(values) > 1 else None}
     return found
@@ -284,9 +281,6 @@ def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: Cach
             norm = exact_row.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros loses nothing
             errors.append(((exact_row - decoded.double()).square().sum(-1) / norm)[stored])
         yield torch.stack(errors)
-
-
-# -- command line ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,19 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.sweeps.engines import (
-    Cell,
-    about,
-    add_arguments,
-    combinations,
-    engine_of,
-    greedy,
-    in_fresh_process,
-    random_prompt,
-    replayed_density,
-    seconds_to_first_token,
-    step,
-)
+from benchmarks.sweeps import engines
+from benchmarks.sweeps.engines import Cell
 from benchmarks.sweeps.rows import GAPS, MIXED, Rows
 from shadowkv.engine.engine import Engine
 
@@ -80,7 +69,7 @@ GAP_CASE = GapCase(16, 61440, 512, 124928)
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    engines.add_arguments(parser)
     cases = ["256x1024+256", "64x8192+128", "48x61184+512"]
     parser.add_argument("--cases", nargs="+", type=case, default=list(map(case, cases)), help=f"(default: {cases})")
     parser.add_argument("--gaps", action="store_true", help="gaps between tokens beside a prefill, instead of cases")
@@ -91,13 +80,13 @@ def main(argv: list[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     well, rows = True, Rows(args.out, GAPS if args.gaps else MIXED)
     args.max_model_len = args.max_model_len or max(one.input + one.output for one in args.cases)
-    for cell in combinations(args):
+    for cell in engines.combinations(args):
         for one in [GAP_CASE] if args.gaps else args.cases:
             for densities in args.replay if cell["prefill"] != "dense" else [{}]:
                 longest = one.behind if isinstance(one, GapCase) else one.input
-                cell["replayed_density"] = replayed_density(densities, longest)
+                cell["replayed_density"] = engines.replayed_density(densities, longest)
                 if not rows.has(cell | one._asdict()):
-                    well &= in_fresh_process(sweep, args, cell, one)
+                    well &= engines.in_fresh_process(sweep, args, cell, one)
     return 0 if well else 1
 
 
@@ -115,9 +104,9 @@ def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
         at_once, longest = one.decoding + 2, one.longest
     else:
         at_once, longest = min(one.requests, args.max_num_seqs or one.requests), args.max_model_len
-    engine = engine_of(args, cell, max_num_seqs=at_once, max_model_len=longest)
+    engine = engines.engine_of(args, cell, max_num_seqs=at_once, max_model_len=longest)
     figures = measure_gaps(engine, one) if isinstance(one, GapCase) else measure(engine, one)
-    Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | about(engine))
+    Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | engines.about(engine))
 
 
 def measure(engine: Engine, one: Case) -> dict[str, float | None]:
@@ -130,12 +119,12 @@ def measure(engine: Engine, one: Case) -> dict[str, float | None]:
 def serve(engine: Engine, one: Case, seed: int) -> dict[str, float | None]:
     """Runs all requests; seconds count from just before the first was submitted."""
     draw, ends = random.Random(seed), []
-    prompts = [random_prompt(engine, one.input, draw) for _ in range(one.requests)]
+    prompts = [engines.random_prompt(engine, one.input, draw) for _ in range(one.requests)]
     start = time.monotonic()
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, greedy(one.output))
+        engine.add_request(str(number), prompt, engines.greedy(one.output))
     while engine.has_work:
-        ends += [output.times for output in step(engine) if output.finish_reason]
+        ends += [output.times for output in engines.step(engine) if output.finish_reason]
     wall = time.monotonic() - start
     spans = [(times.first_token, times.last_token) for times in ends]
     per_token = [(last - first) / (one.output - 1) for first, last in spans] if one.output > 1 else None
@@ -150,7 +139,9 @@ def serve(engine: Engine, one: Case, seed: int) -> dict[str, float | None]:
 def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
     """Figures of both; the engine is left empty afterwards."""
     draw = random.Random(0)
-    seconds_to_first_token(engine, random_prompt(engine, case.behind, draw))  # creates all that its shapes need once
+    engines.seconds_to_first_token(
+        engine, engines.random_prompt(engine, case.behind, draw)
+    )  # creates all that its shapes need once
     gaps = gaps_beside(engine, case, draw)
     print("gaps of a request, ms:", *(f"{1e3 * gap:.1f}" for gap in gaps[0]), flush=True)
     p50, p99 = np.percentile(1e3 * np.concatenate(gaps), (50, 99)).tolist()
@@ -162,12 +153,12 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list
     token, in order. Raises RuntimeError if answers end before that, or leave the prompt no room."""
     times: dict[str, list[float]] = {str(number): [] for number in range(case.decoding)}
     for name in times:
-        engine.add_request(name, random_prompt(engine, case.prompt, draw), greedy(case.answer))
-    prompt = random_prompt(engine, case.behind, draw)  # takes as long as a step or two
+        engine.add_request(name, engines.random_prompt(engine, case.prompt, draw), engines.greedy(case.answer))
+    prompt = engines.random_prompt(engine, case.behind, draw)  # takes as long as a step or two
     while min(map(len, times.values())) < SETTLED:
         _take(engine, times)
     times = {name: [seen[-1]] for name, seen in times.items()}
-    engine.add_request("long", prompt, greedy(LEFT))
+    engine.add_request("long", prompt, engines.greedy(LEFT))
     there = False
     while not there:
         there = "long" in _take(engine, times)
@@ -180,7 +171,7 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list
 
 def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
     """A step; records when tokens arrived, and returns for which requests."""
-    names, now = {output.request_id for output in step(engine)}, time.perf_counter()
+    names, now = {output.request_id for output in engines.step(engine)}, time.perf_counter()
     for name in names & times.keys():
         times[name].append(now)
     return names
@@ -188,13 +179,13 @@ def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
 
 def wait_behind(engine: Engine, case: GapCase, draw: random.Random) -> float:
     """Seconds to the first token of a short prompt that arrives while a long one is computed alone."""
-    prompt, probe = (random_prompt(engine, tokens, draw) for tokens in (case.probe_behind, case.probe))
+    prompt, probe = (engines.random_prompt(engine, tokens, draw) for tokens in (case.probe_behind, case.probe))
     start = time.perf_counter()
-    engine.add_request("long", prompt, greedy(LEFT))
+    engine.add_request("long", prompt, engines.greedy(LEFT))
     while time.perf_counter() - start < case.delay:
-        step(engine)
+        engines.step(engine)
     start = time.perf_counter()
-    engine.add_request("probe", probe, greedy(1))
+    engine.add_request("probe", probe, engines.greedy(1))
     while "probe" not in _take(engine, {}):
         pass
     seconds = time.perf_counter() - start

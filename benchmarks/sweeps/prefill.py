@@ -19,20 +19,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.sweeps.engines import (
-    ENGINE,
-    Cell,
-    about,
-    add_arguments,
-    combinations,
-    config_of,
-    in_fresh_process,
-    opened,
-    random_prompt,
-    replay_blocks,
-    replayed_density,
-    seconds_to_first_token,
-)
+from benchmarks.sweeps import engines
+from benchmarks.sweeps.engines import Cell
 from benchmarks.sweeps.plots import plot_prefill
 from benchmarks.sweeps.rows import PREFILL, SHORT, Rows
 from shadowkv.engine.config import EngineConfig
@@ -52,7 +40,7 @@ BEHIND = 64
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.add_argument("--contexts", type=lengths, help="tokens of prompts (default: 61440,124928,249856)")
     parser.add_argument("--max-num-seqs", type=int, default=BATCH, help="(default: %(default)s)")
     parser.add_argument(
@@ -72,16 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     contexts, well = args.contexts or CONTEXTS, True
     args.longest = max(contexts)
     rows = Rows(args.out, PREFILL)
-    for cell in combinations(args):
+    for cell in engines.combinations(args):
         left = [
             (context, density)
             for densities in (args.replay if cell["prefill"] != "dense" else [{}])
             for context in contexts
-            for density in [replayed_density(densities, context)]
+            for density in [engines.replayed_density(densities, context)]
             if not rows.has(cell | {"context": context, "replayed_density": density})
         ]
         if left:
-            well &= in_fresh_process(sweep, args, cell, left)
+            well &= engines.in_fresh_process(sweep, args, cell, left)
     if args.out.exists():
         plot_prefill(args.out)
     return 0 if well else 1
@@ -98,12 +86,14 @@ def lengths(text: str) -> list[int]:
 def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | None]]) -> None:
     """All rows of one engine: prompt lengths and densities."""
     rows, draw = Rows(args.out, PREFILL), random.Random(0)
-    engine = opened(config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND))
+    engine = engines.opened(
+        engines.config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND)
+    )
     for context, density in left:
-        replay_blocks(engine, density)
-        prompts = (random_prompt(engine, context, draw) for _ in range(1 + (args.repeats or 3)))
+        engines.replay_blocks(engine, density)
+        prompts = (engines.random_prompt(engine, context, draw) for _ in range(1 + (args.repeats or 3)))
         engine.cache.take_attention_density()
-        first, *others = (seconds_to_first_token(engine, prompt) for prompt in prompts)
+        first, *others = (engines.seconds_to_first_token(engine, prompt) for prompt in prompts)
         figures = {
             "context": context,
             "ttft_s": statistics.median(others),
@@ -111,7 +101,7 @@ def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | No
             "attention_density": engine.cache.take_attention_density(),
             "replayed_density": density,
         }
-        rows.add(cell | figures | about(engine))
+        rows.add(cell | figures | engines.about(engine))
 
 
 def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: Rows) -> None:
@@ -120,22 +110,22 @@ def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: R
     The engines have their defaults, including the model's longest sequences.
     """
     cell = {"kv": EngineConfig.kv, "prefill": EngineConfig.prefill, "quantization": "none"}
-    default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)
-    loaded, draw = load_from_config(default), random.Random(0)
-    of_full = opened(full, loaded)
-    engines = {"ttft_s": opened(default, loaded), "full_ttft_s": of_full}
+    config, draw = engines.config_of(args, cell), random.Random(0)
+    loaded = load_from_config(config)
+    full = engines.opened(engines.config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE), loaded)
+    compared = {"ttft_s": engines.opened(config, loaded), "full_ttft_s": full}
     for context in contexts:
-        row = {"engine": ENGINE, "kv": EngineConfig.kv, "context": context}
+        row = {"engine": engines.ENGINE, "kv": EngineConfig.kv, "context": context}
         if rows.has(row):
             continue
-        times: dict[str, list[float]] = {name: [] for name in engines}
+        times: dict[str, list[float]] = {name: [] for name in compared}
         for _ in range(1 + repeats):
-            prompt = random_prompt(of_full, context, draw)
-            for name, engine in engines.items():
-                times[name].append(seconds_to_first_token(engine, prompt))
+            prompt = engines.random_prompt(full, context, draw)
+            for name, engine in compared.items():
+                times[name].append(engines.seconds_to_first_token(engine, prompt))
         medians = {name: statistics.median(values[1:]) for name, values in times.items()}
         ratio = medians["ttft_s"] / medians["full_ttft_s"]
-        rows.add(row | medians | {"ratio": ratio} | about(engines["ttft_s"]))
+        rows.add(row | medians | {"ratio": ratio} | engines.about(compared["ttft_s"]))
 
 
 if __name__ == "__main__":

@@ -21,20 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps.engines import (
-    Cell,
-    about,
-    add_arguments,
-    combinations,
-    config_of,
-    in_fresh_process,
-    opened,
-    random_prompt,
-    replay_blocks,
-    replayed_density,
-    seconds_to_first_token,
-    window,
-)
+from benchmarks.sweeps import engines
+from benchmarks.sweeps.engines import Cell
 from benchmarks.sweeps.rows import RANKS, Rows, read
 from benchmarks.sweeps.synthetic import begin, scatter
 from shadowkv.engine.config import EngineConfig
@@ -57,7 +45,7 @@ WARM_STEPS = 16
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="ranks of a model (default: 1 2)")
     parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
@@ -71,12 +59,12 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--batch {batch} is neither auto nor a number of sequences")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows, well = Rows(args.out, RANKS), True
-    asked = itertools.product(combinations(args), args.replay, args.context, args.gpus, args.batch)
+    asked = itertools.product(engines.combinations(args), args.replay, args.context, args.gpus, args.batch)
     for cell, densities, context, gpus, batch in asked:
-        density = None if cell["prefill"] == "dense" else replayed_density(densities, context)
+        density = None if cell["prefill"] == "dense" else engines.replayed_density(densities, context)
         asked_cell = cell | {"context": context, "gpus": gpus, "asked": batch, "replayed_density": density}
         if not rows.has(row_of(args, asked_cell, of_batch(asked_cell))):
-            well &= in_fresh_process(measure, args, asked_cell)
+            well &= engines.in_fresh_process(measure, args, asked_cell)
     return 0 if well else 1
 
 
@@ -99,26 +87,27 @@ def measure(args: argparse.Namespace, cell: Cell) -> None:
     count = fitting(args, cell, context + room) if cell["asked"] == "auto" else int(cell["asked"])
     if not count:
         raise MemoryError(f"not one sequence of {context} tokens fits on {cell['gpus']} GPUs")
-    engine = opened(engine_config(args, cell, max(count, FEWEST), context + room))
+    engine = engines.opened(engine_config(args, cell, max(count, FEWEST), context + room))
     try:
         scatter(engine.cache)
         ours = row_of(args, cell, "prompt")
-        replay_blocks(engine, ours["replayed_density"])
+        engines.replay_blocks(engine, ours["replayed_density"])
         if not rows.has(ours):
             seconds = [
-                seconds_to_first_token(engine, random_prompt(engine, context, draw)) for _ in range(1 + args.prompts)
+                engines.seconds_to_first_token(engine, engines.random_prompt(engine, context, draw))
+                for _ in range(1 + args.prompts)
             ]
             first = statistics.median(seconds[1:])
             found = {"batch": 1, "ttft_s": first, "tokens_per_s": context / first}
-            rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | about(engine))
+            rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | engines.about(engine))
         ours = row_of(args, cell, of_batch(cell))
         need = engine.cache.demand(context, context + room)
         count = min(count, *(engine.cache.total[tier] // need[tier] for tier in need if need[tier]))
-        begin(engine, [random_prompt(engine, context, draw) for _ in range(count)], room, synthetic=True)
-        window(engine, WARM_STEPS, count)
-        step = statistics.median(window(engine, args.steps, count) for _ in range(args.windows))
+        begin(engine, [engines.random_prompt(engine, context, draw) for _ in range(count)], room, synthetic=True)
+        engines.window(engine, WARM_STEPS, count)
+        step = statistics.median(engines.window(engine, args.steps, count) for _ in range(args.windows))
         found = {"batch": count, "step_ms": 1e3 * step, "tokens_per_s": count / step}
-        rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | about(engine))
+        rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | engines.about(engine))
     finally:
         engine.close()
 
@@ -127,7 +116,7 @@ def engine_config(args: argparse.Namespace, cell: Cell, batch: int, tokens: int)
     """Config of a cell's engine."""
     share = UTILIZATION if torch.cuda.is_available() else None
     many = {"max_num_seqs": batch, "tensor_parallel_size": cell["gpus"], "gpu_memory_utilization": share}
-    return config_of(args, cell, max_model_len=tokens, **many)
+    return engines.config_of(args, cell, max_model_len=tokens, **many)
 
 
 def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:

@@ -18,10 +18,7 @@ ABOUT = ("commit", "command", "device", "spec")
 
 Kind = tuple[tuple[str, ...], tuple[str, ...]]
 
-PREFILL = (
-    ("engine", "kv", "prefill", "quantization", "context"),
-    ("ttft_s", "first_ttft_s", "attention_density"),
-)
+PREFILL = (("engine", "kv", "prefill", "quantization", "context"), ("ttft_s", "first_ttft_s", "attention_density"))
 SHORT = ("engine", "kv", "context"), ("ttft_s", "full_ttft_s", "ratio")
 MIXED = (
     ("engine", "kv", "prefill", "quantization", "requests", "input", "output"),
@@ -39,14 +36,8 @@ GAPS = (
 RANKS = ("case", "gpus", "kv", "context"), ("batch", "tokens_per_s", "step_ms", "ttft_s", "ratio")
 BYTES = ("model", "kv", "context"), ("device_bytes_per_token", "host_bytes_per_token", "bytes_per_token")
 DISTORTION = ("model", "kv", "prompts", "prompt_tokens"), ("d_keys", "d_values")
-FIDELITY = (
-    ("model", "kv", "prompts", "prompt_tokens", "new_tokens"),
-    ("kl", "kl_stderr", "top1", "top1_stderr"),
-)
-RULER = (
-    ("model", "kv", "length", "samples", "tasks"),
-    ("score", "stderr", "difference", "difference_stderr"),
-)
+FIDELITY = (("model", "kv", "prompts", "prompt_tokens", "new_tokens"), ("kl", "kl_stderr", "top1", "top1_stderr"))
+RULER = (("model", "kv", "length", "samples", "tasks"), ("score", "stderr", "difference", "difference_stderr"))
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
 """Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,
 whose prefills are given no blocks."""

@@ -110,20 +110,13 @@ def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto")
 
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
     """Config of a cell's engine."""
-    return EngineConfig(
-        model=args.model,
-        load_format=args.load_format,
-        quantization=args.quantization,
-        kv=kv,
-        max_num_seqs=batch,
-        max_cached_seqs=0,
-        max_model_len=context + new_tokens(args),
-        gpu_memory_utilization=UTILIZATION,
-        host_memory_gib=args.host_memory_gib or 0.85 * free_host_bytes() / GIB,
-        enforce_eager=args.enforce_eager,
-        # Random weights were not trained for any context: every base takes the same time.
-        rope_theta=1e7 if args.load_format == "dummy" else None,
-    )
+    given = {name: getattr(args, name) for name in ("model", "load_format", "quantization", "enforce_eager")}
+    sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args)}
+    host = args.host_memory_gib or 0.85 * free_host_bytes() / GIB
+    # Random weights were not trained for any context: every base takes the same time.
+    theta = 1e7 if args.load_format == "dummy" else None
+    memory = {"gpu_memory_utilization": UTILIZATION, "host_memory_gib": host}
+    return EngineConfig(kv=kv, rope_theta=theta, **given, **sizes, **memory)
 
 
 def new_tokens(args: argparse.Namespace) -> int:

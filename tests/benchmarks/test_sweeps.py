@@ -38,8 +38,7 @@ def in_this_process(monkeypatch) -> list[tuple[object, ...]]:
         function(*args)
         return True
 
-    for sweep in (prefill, mixed, reuse, ranks):
-        monkeypatch.setattr(sweep, "in_fresh_process", call)
+    monkeypatch.setattr(engines, "in_fresh_process", call)
     return calls
 
 
@@ -130,11 +129,11 @@ def test_gaps_and_waits_beside_a_long_prompt(model, monkeypatch, capsys):
     engine = Engine(config)
     drawn = []
 
-    def random_prompt(engine, tokens, draw):
+    def noted_prompt(engine, tokens, draw, random_prompt=engines.random_prompt):
         drawn.append((tokens, engine.num_running))
-        return engines.random_prompt(engine, tokens, draw)
+        return random_prompt(engine, tokens, draw)
 
-    monkeypatch.setattr(mixed, "random_prompt", random_prompt)
+    monkeypatch.setattr(engines, "random_prompt", noted_prompt)
     figures = measure_gaps(engine, case)
     assert (2000, 0) in drawn, "while requests decode, the time would be in the first gap"
     shown = [float(gap) for gap in capsys.readouterr().out.partition("ms:")[2].split()]

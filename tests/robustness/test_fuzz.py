@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from robustness import fuzz
-from robustness.fuzz import Fuzz
-from robustness.fuzz_cases import CALL, CALL_ITEM, TOOL, TYPICAL, Cases
+from robustness.fuzz import CALL, CALL_ITEM, TOOL, TYPICAL, Cases, Fuzz
 from robustness.judge import Judge
 
 ROOT = str(Path(fuzz.__file__).parents[1])
@@ -45,9 +44,7 @@ def test_a_case_depends_on_the_seed_and_its_number_alone():
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_a_case_is_the_same_in_every_process(hash_seed):
-    code = (
-        f"from robustness.fuzz_cases import Cases; print([Cases({OPENAPI}, 1).make(number) for number in range(500)])"
-    )
+    code = f"from robustness.fuzz import Cases; print([Cases({OPENAPI}, 1).make(number) for number in range(500)])"
     environment = {"PYTHONPATH": ROOT, "PYTHONHASHSEED": hash_seed}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str([Cases(OPENAPI, 1).make(number) for number in range(500)])

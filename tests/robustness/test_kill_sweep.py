@@ -7,9 +7,8 @@ import json
 import pytest
 
 from robustness import kill_sweep
-from robustness.held_files import Held
-from robustness.kill_sweep import Sweep
-from robustness.soak_answer import Answer
+from robustness.client import Answer
+from robustness.kill_sweep import Held, Sweep
 from robustness.tiny_model import tiny_model
 from shadowkv.prefix_cache.page_names import PageNames
 
