@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import psutil
 
-from robustness.server import SERVER, own_server
+from robustness.tiny_model import SERVER, own_server
 from shadowkv.eval.provenance import provenance
 from shadowkv.serve.http.settings import ServerSettings
 

@@ -33,8 +33,7 @@ from typing import Any
 
 import httpx
 
-from robustness.client import Answer, Lost, SoakClient, compare
-from robustness.server import start_server, stop_server
+from robustness.live_server import Answer, Lost, SoakClient, compare, start_server, stop_server
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance

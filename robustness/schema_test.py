@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from robustness.server import own_server
+from robustness.tiny_model import own_server
 
 BODY_MIB = 1
 """Beyond this the answer is an immediate 413; the longest texts of the schema have 8 MiB."""

@@ -32,8 +32,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from robustness.client import Answer, Lost, SoakClient, Turn, compare
-from robustness.server import SERVER, SLOTS, own_server
+from robustness.live_server import Answer, Lost, SoakClient, Turn, compare
+from robustness.tiny_model import SERVER, SLOTS, own_server
 from shadowkv.eval.provenance import provenance
 
 WEIGHTS = {"whole": 33, "stream": 28, "hang up": 10, "bad": 9, "chat": 8}

@@ -1,4 +1,4 @@
-"""A model of two small layers with random weights, for soak and fuzz tests, in which speed does not matter.
+"""A model of two small layers with random weights, for soak and fuzz tests, in which speed does not matter; its server.
 
 Its policy seals, rebuilds and fetches like any other, yet loses nothing (all ranks, all chunks selected): whatever else
 shares the batch or the cache with a request, its answer must be the same up to rounding.
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from robustness.live_server import start_server, stop_server
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -44,6 +46,11 @@ ENGINE: dict[str, Any] = {
     "kv_dense_below": 0,
 }
 """Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are sealed."""
+SLOTS = 16
+SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
+"""It keeps finished sequences only in free slots."""
+TIMEOUTS = {"client_header_timeout": 2, "client_body_timeout": 2, "send_timeout": 1}
+"""Seconds; shorter than hostile clients hold a connection."""
 
 
 @contextmanager
@@ -52,3 +59,15 @@ def tiny_model(**changes: Any) -> Iterator[Path]:
     with TemporaryDirectory(prefix="tiny-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**CONFIG, **changes}), encoding="utf-8")
         yield Path(folder)
+
+
+@contextmanager
+def own_server(kv: str, max_body_mib: float) -> Iterator[str]:
+    """URL of a server with the tiny model, that policy and bodies up to that length; it must end when told to."""
+    with tiny_model() as folder:
+        process, url = start_server({"model": folder, **SERVER, "kv": kv, **TIMEOUTS, "max_body_mib": max_body_mib})
+        with process:
+            try:
+                yield url
+            finally:
+                stop_server(process)

@@ -191,12 +191,8 @@ def mixed_error(call: MixedCall) -> float:
     q, keys, values, begin, end = call
     assert keys.mean is not None and values.states is not None
     first = {"pages": keys.pages[:1, :64], "states": keys.states[:1]}
-    small = (
-        replace(keys, first=keys.first[:1], **first),
-        replace(values, **first),
-        begin[:1],
-        end[:1].clamp(max=PAGE * 64),
-    )
+    sides = replace(keys, first=keys.first[:1], **first), replace(values, **first)
+    small = *sides, begin[:1], end[:1].clamp(max=PAGE * 64)
     out = cuda_mixed.attend_coded(q[:1], *small)
     exact = reference.attend_coded(q[:1].float(), replace(small[0], mean=keys.mean.float()), *small[1:])
     return max(float((a - b).abs().max()) for a, b in zip(out, exact, strict=True))

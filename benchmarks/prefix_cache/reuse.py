@@ -76,8 +76,7 @@ class Asked:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_arguments(parser)
+    parser = engines.sweep_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--reuse", nargs="+", choices=("on", "off"), default=["on"], help="(default: on)")
     parser.add_argument("--document", type=int, default=61440, help="tokens (default: %(default)s)")
@@ -93,13 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=8192, help="document of the trace (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=4, help="chats of the trace (default: %(default)s)")
     parser.add_argument("--kv-offload-gib", type=float, default=48.0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--eviction", choices=tuple(POLICIES), default=EngineConfig.eviction, help="(default: %(default)s)"
-    )
+    text = "(default: %(default)s)"
+    parser.add_argument("--eviction", choices=tuple(POLICIES), default=EngineConfig.eviction, help=text)
     parser.add_argument("--disk", type=Path, help="an empty folder for the case of that name")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     rows, well = Rows(args.out, REUSE), True
     for cell in engines.combinations(args):
         for case in args.cases:

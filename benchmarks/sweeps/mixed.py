@@ -17,7 +17,6 @@ import re
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -68,16 +67,13 @@ GAP_CASE = GapCase(16, 61440, 512, 124928)
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_arguments(parser)
+    parser = engines.sweep_parser(__doc__)
     cases = ["256x1024+256", "64x8192+128", "48x61184+512"]
     parser.add_argument("--cases", nargs="+", type=case, default=list(map(case, cases)), help=f"(default: {cases})")
     parser.add_argument("--gaps", action="store_true", help="gaps between tokens beside a prefill, instead of cases")
     parser.add_argument("--max-num-seqs", type=int, help="at once (default: all)")
     parser.add_argument("--max-model-len", type=int, help="(default: the longest of all cases)")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     well, rows = True, Rows(args.out, GAPS if args.gaps else MIXED)
     args.max_model_len = args.max_model_len or max(one.input + one.output for one in args.cases)
     for cell in engines.combinations(args):

@@ -17,7 +17,6 @@ import argparse
 import random
 import statistics
 import sys
-from pathlib import Path
 
 from benchmarks.sweeps import engines
 from benchmarks.sweeps.engines import Cell
@@ -39,21 +38,13 @@ BEHIND = 64
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_arguments(parser)
+    parser = engines.sweep_parser(__doc__)
     parser.add_argument("--contexts", type=lengths, help="tokens of prompts (default: 61440,124928,249856)")
     parser.add_argument("--max-num-seqs", type=int, default=BATCH, help="(default: %(default)s)")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        choices=range(1, 100),
-        metavar="N",
-        help="prompts after the first of a length (default: 3, short ones 9)",
-    )
+    text = "prompts after the first of a length (default: 3, short ones 9)"
+    parser.add_argument("--repeats", type=int, choices=range(1, 100), metavar="N", help=text)
     parser.add_argument("--short", action="store_true", help="short prompts, the default policy against full")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.short:
         compare(args, args.contexts or SHORT_CONTEXTS, args.repeats or 9, Rows(args.out, SHORT))
         return 0

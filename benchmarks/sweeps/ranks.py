@@ -44,20 +44,17 @@ WARM_STEPS = 16
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_arguments(parser)
+    parser = engines.sweep_parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="ranks of a model (default: 1 2)")
     parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
     parser.add_argument("--prompts", type=int, default=2, help="timed prompts after the first (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a window (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
     for batch in args.batch:
         if batch != "auto" and not (batch.isdecimal() and int(batch)):
             parser.error(f"--batch {batch} is neither auto nor a number of sequences")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     rows, well = Rows(args.out, RANKS), True
     asked = itertools.product(engines.combinations(args), args.replay, args.context, args.gpus, args.batch)
     for cell, densities, context, gpus, batch in asked:

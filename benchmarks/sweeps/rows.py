@@ -56,6 +56,7 @@ class Rows:
 
     def __init__(self, path: Path, kind: Kind, replayed: tuple[str, ...] = REPLAYED) -> None:
         self.path, (key, figures) = path, kind
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.key, self.columns = (*key, *replayed), [*key, *figures, *replayed, *ABOUT]
         self._there: set[tuple[str, ...]] | None = None
         if path.exists():

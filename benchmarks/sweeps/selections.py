@@ -18,26 +18,18 @@ from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.engine.engine import Engine
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--kv", default="turbo")
     parser.add_argument("--tokens", type=int, default=1024, help="of every prompt (default: %(default)s)")
     parser.add_argument("--neighbours", type=int, default=1, help="of the request that asks (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
-    args = parse(argv)
-    options = {
-        "max_num_seqs": 1 + args.neighbours,
-        "max_cached_seqs": 0,
-        "max_model_len": args.tokens + args.steps + 64,
-    }
-    engine = Engine(EngineConfig(model=args.model, kv=args.kv, kv_dense_below=0, device="cpu", **options))
+    args = parser.parse_args(argv)
+    sizes = {"max_num_seqs": 1 + args.neighbours, "max_cached_seqs": 0}
+    sizes["max_model_len"] = args.tokens + args.steps + 64
+    engine = Engine(EngineConfig(model=args.model, kv=args.kv, kv_dense_below=0, device="cpu", **sizes))
     rng, vocab = random.Random(1), engine.model_config.vocab_size
     params = SamplingParams(max_tokens=args.steps + 64, temperature=0.0, ignore_eos=True, cache_prompt=False)
     for number in range(1 + args.neighbours):

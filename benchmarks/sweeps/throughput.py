@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
     )
-    parser.add_argument(
-        "--hit-rate",
-        type=float,
-        metavar="SHARE",
-        help="where values are on the host: share of the selected chunks that the step before selected too",
-    )
-    parser.add_argument(
-        "--sampled", action="store_true", help="between greedy windows, others at temperature 1 with top-p 0.95"
-    )
+    text = "where values are on the host: share of the selected chunks that the step before selected too"
+    parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args(arguments)
@@ -121,8 +114,7 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
 
 def new_tokens(args: argparse.Namespace) -> int:
     """Most tokens that a sequence gains: warm-up, windows and profile."""
-    windows = args.windows * (2 if args.sampled else 1) + 1
-    return int(windows * args.steps + PROFILED_STEPS + 64)
+    return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
@@ -166,15 +158,9 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill)
     for _ in range(args.steps):
         engine.step()
-    windows, sampled = [], []
     torch.cuda.synchronize()
     before = engine.stats().fetches
-    for _ in range(args.windows):
-        windows.append(window(engine, args.steps, count))
-        if args.sampled:
-            sample_tokens(engine, temperature=1.0, top_p=0.95)
-            sampled.append(window(engine, args.steps, count))
-            sample_tokens(engine, temperature=0.0, top_p=1.0)
+    windows = [window(engine, args.steps, count) for _ in range(args.windows)]
     step = statistics.median(windows)
     stats = engine.stats()
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
@@ -186,8 +172,6 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "decode_tokens_per_s": count / step,
         "step_ms": 1e3 * step,
         "windows_ms": [1e3 * seconds for seconds in windows],
-        "sampled_windows_ms": [1e3 * seconds for seconds in sampled],
-        "sampled_over_greedy": statistics.median(sampled) / step if sampled else None,
         "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
@@ -196,12 +180,6 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "hit_rate": 1 - fetched / selected if selected else None,
         "profile": profile(engine),
     }
-
-
-def sample_tokens(engine: Engine, **settings: float) -> None:
-    """Makes all requests choose their next tokens differently; their seeds stay."""
-    for running in engine.scheduler.running:
-        running.request.params = replace(running.request.params, **settings)
 
 
 def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:

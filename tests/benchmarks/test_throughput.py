@@ -44,7 +44,6 @@ TOTAL = 20 * GIB
 def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, host_gib):
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     args = Namespace(
-        sampled=False,
         model="", load_format="dummy", quantization=None, windows=3, steps=20, host_memory_gib=host_gib,
         enforce_eager=True,
     )  # fmt: skip

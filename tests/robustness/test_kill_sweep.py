@@ -7,8 +7,8 @@ import json
 import pytest
 
 from robustness import kill_sweep
-from robustness.client import Answer
 from robustness.kill_sweep import Held, Sweep
+from robustness.live_server import Answer
 from robustness.tiny_model import tiny_model
 from shadowkv.prefix_cache.page_names import PageNames
 

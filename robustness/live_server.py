@@ -1,13 +1,19 @@
-"""How runs talk to a live server: greedy requests that must get their answers, whole, streamed and as a chat's turns;
-what was answered, and whether it is what was expected."""
+"""A live server in a process that must end when told to, and clients whose greedy requests must get their answers.
+
+Answers come whole, streamed and as a chat's turns, and are compared with those that are expected.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +22,39 @@ from typing import Any
 
 import httpx
 
-LONGEST_ANSWER = 128
-TURN_TOKENS = 16
+LONGEST_ANSWER, TURN_TOKENS = 128, 16
+STOP_SECONDS = 60
+
+
+def start_server(values: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
+    """A server with these flags that is ready, and its URL; raises SystemExit if it does not start."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    command = [sys.executable, "-m", "shadowkv.serve", "--port=0", *flags]
+    # Tiny tensors gain nothing from a second thread. In a separate session: Ctrl-C is for this process.
+    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    assert process.stdout is not None
+    try:
+        ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+    except BaseException:
+        process.kill()
+        raise
+    if ready is None:
+        process.wait()
+        raise SystemExit("the server did not start")
+    return process, ready.split()[1].removesuffix("/v1")
+
+
+def stop_server(process: subprocess.Popen[str]) -> None:
+    """Tells a server to end; raises SystemExit if it does not end properly."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.returncode != 128 + signal.SIGTERM:
+        raise SystemExit(f"the server ended with {process.returncode}")
 
 
 @dataclass
