@@ -246,19 +246,20 @@ def fuzz(args: argparse.Namespace) -> dict[str, Found]:
     try:
         with all_targets() as targets:
             chosen = {name: targets[name] for name in args.targets or targets}
-            found = {name: Found() for name in chosen}
+            figures = {name: Found() for name in chosen}
             for number in range(args.first, args.first + args.cases):
                 for name, target in chosen.items():
-                    _one(name, target, number, args.seed, found[name])
-                if time.monotonic() > end or sum(one.faults.total() for one in found.values()) >= MAX_FAULTS:
+                    _one(name, target, number, args.seed, figures[name])
+                faults = sum(tally.faults.total() for tally in figures.values())
+                if time.monotonic() > end or faults >= MAX_FAULTS:
                     break
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
         faulthandler.cancel_dump_traceback_later()
-    return found
+    return figures
 
 
-def _one(name: str, target: Target, number: int, seed: int, found: Found) -> None:
+def _one(name: str, target: Target, number: int, seed: int, figures: Found) -> None:
     raw = changed(target, generator(seed, name, number))
     # Endless reads are only detected from outside: this prints where they are and ends the process with status 1.
     faulthandler.dump_traceback_later(10 * CASE_SECONDS, exit=True)
@@ -267,12 +268,12 @@ def _one(name: str, target: Target, number: int, seed: int, found: Found) -> Non
     seconds = time.monotonic() - start
     if seconds > CASE_SECONDS:
         fault = f"it took {seconds:.0f} s"
-    found.cases += 1
-    found.refused += fault == ""
-    found.slowest = max(found.slowest, (seconds, number))
+    figures.cases += 1
+    figures.refused += fault == ""
+    figures.slowest = max(figures.slowest, (seconds, number))
     if fault:
-        found.faults[fault] += 1
-        found.examples.append(f"{name} {number}: {fault}: {raw[:300]!r}")
+        figures.faults[fault] += 1
+        figures.examples.append(f"{name} {number}: {fault}: {raw[:300]!r}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -289,15 +290,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Command line; returns the exit status."""
     faulthandler.enable()  # a crash in native code reports its place
-    found = fuzz(parse())
+    figures = fuzz(parse())
     print(f"{'target':24}{'cases':>8}{'refused':>9}{'faults':>8}  slowest")
-    for name, one in found.items():
-        seconds, number = one.slowest
-        print(f"{name:24}{one.cases:8}{one.refused:9}{one.faults.total():8}  {seconds:.2f} s, number {number}")
-    for one in found.values():
-        for example in one.examples:
+    for name, tally in figures.items():
+        seconds, number = tally.slowest
+        counts = f"{tally.cases:8}{tally.refused:9}{tally.faults.total():8}"
+        print(f"{name:24}{counts}  {seconds:.2f} s, number {number}")
+    for tally in figures.values():
+        for example in tally.examples:
             print(example)
-    return 1 if any(one.faults for one in found.values()) else 0
+    return 1 if any(tally.faults for tally in figures.values()) else 0
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Watch:
 
     def run(self) -> None:
         """Measures until it is over."""
-        threads = [threading.Thread(target=one) for one in (self._ask_small, self._weigh)]
+        threads = [threading.Thread(target=measure) for measure in (self._ask_small, self._weigh)]
         for thread in threads:
             thread.start()
         with httpx.Client(base_url=self._url, timeout=SECONDS) as client:
@@ -176,7 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Command line; returns the exit status."""
-    args, found = parse(), {}
+    args, figures_of = parse(), {}
     print(f"{'attack':26}{'seconds':>9}{'p50 ms':>9}{'p99 ms':>9}{'MiB':>7}{'+ MiB':>7}{'others s':>10}  statuses")
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -190,12 +190,12 @@ def main() -> int:
             watch = Watch(url, under_way)
             watch.run()
             seconds, statuses = round(time.perf_counter() - start, 1), under_way.result()
-            found[name] = {**watch.figures(), "seconds": seconds, "statuses": statuses}
+            figures_of[name] = {**watch.figures(), "seconds": seconds, "statuses": statuses}
             columns = "{health_p50_ms:9}{health_p99_ms:9}{rss_mib:7}{rss_of_processes_mib:7}{others_latency_s:10}"
-            print(f"{name:26}{seconds:9}{columns.format(**found[name])}  {statuses}", flush=True)
-    ok = all(figures["health_p99_ms"] <= args.limit_ms for figures in found.values())
+            print(f"{name:26}{seconds:9}{columns.format(**figures_of[name])}  {statuses}", flush=True)
+    ok = all(figures["health_p99_ms"] <= args.limit_ms for figures in figures_of.values())
     if args.out:
-        summary = {"ok": ok, "mib": args.mib, "clients": args.clients, "attacks": found}
+        summary = {"ok": ok, "mib": args.mib, "clients": args.clients, "attacks": figures_of}
         args.out.write_text(json.dumps(provenance() | summary, indent=1) + "\n", encoding="utf-8")
     return 0 if ok else 1
 

@@ -153,7 +153,7 @@ class Judge:
         if body.get("logprobs") not in (None, False) and min(steps.values()) == 0 and body.get("max_tokens") != 0:
             return "no log-probabilities"
         usage = [event["usage"] for event in events if event.get("usage")]
-        if any(one["prompt_tokens"] + one["completion_tokens"] != one["total_tokens"] for one in usage):
+        if any(counts["prompt_tokens"] + counts["completion_tokens"] != counts["total_tokens"] for counts in usage):
             return "a usage that does not add up"
         form = (body.get("response_format") or {}).get("type")
         if form in ("json_object", "json_schema") and not (body.get("stop") or body.get("stop_token_ids")):

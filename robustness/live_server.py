@@ -89,15 +89,15 @@ def compare(expected: Answer, answer: Answer, tolerance: float) -> tuple[str, fl
     Equal ones are within ``tolerance``; where two tokens were that close, rounding may have chosen the other one.
     """
     difference, verdict = 0.0, "same" if len(answer.tokens) == len(expected.tokens) else "wrong"
-    for token, other, top, one, two in zip(
+    for token, expected_token, top, logprob, expected_logprob in zip(
         answer.tokens, expected.tokens, expected.top, answer.logprobs, expected.logprobs, strict=False
     ):
-        if token != other:
+        if token != expected_token:
             # Both may be off by the tolerance, so tokens that swap places may be twice that apart.
-            close = two - top.get(token, float("-inf")) < 2 * tolerance
+            close = expected_logprob - top.get(token, float("-inf")) < 2 * tolerance
             verdict = "near-ties" if close else "wrong"
             break
-        difference = max(difference, abs(one - two))
+        difference = max(difference, abs(logprob - expected_logprob))
     return "wrong" if difference > tolerance else verdict, difference
 
 
@@ -208,10 +208,10 @@ class SoakClient:
     async def gauge(self, name: str) -> float:
         """A number from /metrics, summed over its labels."""
         page = (await self.client.get("/metrics")).text
-        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        if not found:
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+        if not values:
             raise SystemExit(f"/metrics has no {name}")
-        return sum(map(float, found))
+        return sum(map(float, values))
 
 
 def cached_tokens(reply: dict[str, Any]) -> int:

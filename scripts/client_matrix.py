@@ -201,26 +201,26 @@ NOTES = {("llm", "tools"): "offered with `tool_choice` auto, the only one it sup
 
 def installed() -> dict[str, str]:
     """Versions of the clients that are installed."""
-    found = {}
+    versions = {}
     for name in CLIENTS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def outcomes(client: str, url: str, model: str) -> dict[str, str]:
     """Each case's ``yes``, or ``no`` and why."""
-    cases, found = CLIENTS[client](url, model), {}
+    cases, results = CLIENTS[client](url, model), {}
     for name, case in cases.items():
         try:
             case()
-            found[name] = "yes"
+            results[name] = "yes"
         except Exception as error:  # whatever the client raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            found[name] = f"no: {reason[:MAX_REASON_CHARS]}"
-    return found
+            results[name] = f"no: {reason[:MAX_REASON_CHARS]}"
+    return results
 
 
 def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) -> str:
@@ -234,8 +234,8 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
         f"| client | version | {' | '.join(CASES)} |",
         f"| --- | --- |{' --- |' * len(CASES)}",
     ]
-    for client, found in rows.items():
-        cells = [_cell(client, case, found[case]) for case in CASES]
+    for client, results in rows.items():
+        cells = [_cell(client, case, results[case]) for case in CASES]
         lines.append(f"| {client} | {versions[client]} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), ""])
 
@@ -280,7 +280,7 @@ def main() -> int:
         print(text)
     else:
         args.out.write_text(text, encoding="utf-8")
-    return 0 if all(one == "yes" for found in rows.values() for one in found.values()) else 1
+    return 0 if all(outcome == "yes" for results in rows.values() for outcome in results.values()) else 1
 
 
 if __name__ == "__main__":

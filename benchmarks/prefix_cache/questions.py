@@ -57,16 +57,16 @@ def measure(args: argparse.Namespace, kv: str) -> Iterator[dict[str, Any]]:
     scores, rows, same = list[tuple[float, float]](), list[tuple[float, float, float]](), list[bool]()
     for sample in samples("niah_multiquery", engine.tokenizer, args.length, args.samples, args.seed):
         first, *others = questions(sample.turns[0])
-        found = first[1] in ask(engine, first[0], cache=True)[0]
-        right = [[found, found]]
+        first_found = first[1] in ask(engine, first[0], cache=True)[0]
+        right = [[first_found, first_found]]
         for prompt, value in others:
-            (one, seconds, share), (other, fresh, _) = ask(engine, prompt, True), ask(engine, prompt, False)
-            right.append([value in one, value in other])
-            same.append(one == other)
+            (reused, seconds, share), (computed, fresh, _) = ask(engine, prompt, True), ask(engine, prompt, False)
+            right.append([value in reused, value in computed])
+            same.append(reused == computed)
             rows.append((share, seconds, fresh))
         scores.append(tuple(sum(column) / len(right) for column in zip(*right)))
         reuse, fresh = (mean_and_error(list(column))[0] for column in zip(*scores))
-        difference, error = mean_and_error([one - other for one, other in scores])
+        difference, error = mean_and_error([reused - computed for reused, computed in scores])
         rate, with_reuse, without = (mean_and_error(list(column))[0] for column in zip(*rows))
         figures = (kv, args.length, len(scores), len(rows) + len(scores), reuse, fresh, difference, error)
         figures += (sum(same) / len(same), rate, with_reuse, without)

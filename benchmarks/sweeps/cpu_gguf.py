@@ -38,7 +38,7 @@ def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, f
         loader._keeps_blocks = lambda device: False  # as on a GPU
     start = time.process_time()
     loaded = load_model(model, dtype=dtype, max_model_len=1024)
-    found = {"load_s": time.process_time() - start, "weights_gib": loaded.model.num_bytes / 2**30, **memory()}
+    figures = {"load_s": time.process_time() - start, "weights_gib": loaded.model.num_bytes / 2**30, **memory()}
     config = EngineConfig(
         model=model, kv="full", max_num_seqs=max(batches), max_model_len=1024, enable_prefix_caching=False
     )
@@ -54,7 +54,7 @@ def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, f
         while engine.has_work:
             engine.step()
         seconds.append(time.process_time() - start)
-    found["prefill_tokens_per_s"] = PROMPT / min(seconds)
+    figures["prefill_tokens_per_s"] = PROMPT / min(seconds)
     for batch in batches:
         params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
         for number in range(batch):
@@ -64,8 +64,8 @@ def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, f
             start = time.process_time()
             if len(engine.step()) == batch:
                 seconds.append(time.process_time() - start)
-        found[f"decode_{batch}_tokens_per_s"] = batch / min(seconds)
-    return found
+        figures[f"decode_{batch}_tokens_per_s"] = batch / min(seconds)
+    return figures
 
 
 def main() -> int:
@@ -86,10 +86,10 @@ def main() -> int:
         for how in ("blocks", "dequantised"):
             command = [sys.executable, "-m", "benchmarks.sweeps.cpu_gguf", *sys.argv[1:], "--one", how]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            print(how, {key: round(value, 3) for key, value in found.items()}, flush=True)
-            before = best.setdefault(how, found)
-            best[how] = {key: (max if key.endswith("per_s") else min)(before[key], found[key]) for key in found}
+            figures = json.loads(done.stdout.splitlines()[-1])
+            print(how, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+            before = best.setdefault(how, figures)
+            best[how] = {key: (max if key.endswith("per_s") else min)(before[key], figures[key]) for key in figures}
     if args.out:
         from shadowkv.eval.provenance import provenance
 

@@ -214,8 +214,8 @@ def density(kept: Kept, first: int = 0, stop: int | None = None) -> float:
 def growth(kept: Kept) -> tuple[float, float]:
     """Factor and exponent of the power of a tile's position, counted from 1, that its blocks follow: the least-squares
     fit of their logarithms over the tiles that choose, without the last ones, which attend to everything."""
-    whole = -(-sparse_prefill.DENSE_LAST // BLOCK) + 1  # a prompt may end within a tile
-    tiles = np.array(sorted(kept)[:-whole])
+    dense_tiles = -(-sparse_prefill.DENSE_LAST // BLOCK) + 1  # a prompt may end within a tile
+    tiles = np.array(sorted(kept)[:-dense_tiles])
     exponent, factor = np.polyfit(np.log(tiles + 1), np.log([kept[tile] for tile in tiles]), 1)
     return float(np.exp(factor)), float(exponent)
 

@@ -86,35 +86,31 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=args.prompt_tokens + 1))
     prompts = read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
     specs = [resolve(preset(kv), config.shape) for kv in missing]
-    found = distortions(loaded, specs, [prompt.tokens for prompt in prompts])
-    for kv, spec, (keys, values) in zip(missing, specs, found, strict=True):
+    errors = distortions(loaded, specs, [prompt.tokens for prompt in prompts])
+    for kv, spec, (keys, values) in zip(missing, specs, errors, strict=True):
         rows.add(cell | {"kv": kv, "d_keys": keys, "d_values": values} | about_spec(spec, _device(args.device)))
 
 
 def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
     """KL and top-1 against ``full`` along its own continuations, by ``shadowkv.eval``, whose files are kept."""
-    name, config = _quality_model(args)
-    cell: Cell = {
-        "model": name,
-        "prompts": args.prompts,
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-    }
+    model, config = _quality_model(args)
+    sizes = {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "new_tokens")}
+    cell: Cell = {"model": model, **sizes}
     missing = [kv for kv in args.kv if not rows.has(cell | {"kv": kv})]
     if not missing:
         return
     folder = args.out / "fidelity"
-    counts = [f"--{one.replace('_', '-')}={cell[one]}" for one in ("prompts", "prompt_tokens", "new_tokens")]
+    counts = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
     # Attention is not needed here: it is compared once, at the first step.
     texts = ["--text", *map(str, args.text)] if args.text else []
     _evaluate("fidelity", args, missing, folder, [*counts, f"--measure-every={args.new_tokens}", *texts])
     measured = read_measured(folder / "fidelity.json")
     for kv in missing:
-        ones = of_policy(measured, _label(kv, config))
-        figures = {"kl": over_prompts(ones, FIGURES["mean_kl"]), "top1": over_prompts(ones, FIGURES["top1_agreement"])}
-        for figure, found in figures.items():
-            assert found is not None, "every policy has these"
-            cell[figure], cell[f"{figure}_stderr"] = found[0], found[1] if len(ones) > 1 else None
+        prompts = of_policy(measured, _label(kv, config))
+        for figure, name in (("kl", "mean_kl"), ("top1", "top1_agreement")):
+            mean = over_prompts(prompts, FIGURES[name])
+            assert mean is not None, "every policy has these"
+            cell[figure], cell[f"{figure}_stderr"] = mean[0], mean[1] if len(prompts) > 1 else None
         rows.add(cell | {"kv": kv} | about_spec(resolve(preset(kv), config.shape), _device(args.device)))
 
 
@@ -132,7 +128,8 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
                 missing[length, count][kv] = cell
     for (length, count), cells in sorted(missing.items()):
         # Policies that get more samples get these first, from the same prefill.
-        together = [kv for (other, most), some in missing.items() if other == length and most >= count for kv in some]
+        enough = [kvs for (tokens, samples), kvs in missing.items() if tokens == length and samples >= count]
+        together = [kv for kvs in enough for kv in kvs]
         flags = ["--length", str(length), "--samples", str(count)]
         if args.tasks:
             flags += ["--tasks", *args.tasks]
@@ -147,15 +144,15 @@ def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: 
     """A policy's mean score at a length and its difference to ``full`` on the samples that both have, in per cent,
     with standard errors."""
     own, full = (
-        {one.sample: one.score for one in answers if (one.policy, one.length) == (policy, length) and one.task in tasks}
+        {x.sample: x.score for x in answers if (x.policy, x.length) == (policy, length) and x.task in tasks}
         for policy in (label, "full")
     )
-    found: Cell = {}
+    figures: Cell = {}
     paired = [score - full[sample] for sample, score in own.items() if sample in full]
     for name, error, values in (("score", "stderr", list(own.values())), ("difference", "difference_stderr", paired)):
         mean, spread = mean_and_error(values)
-        found |= {name: 100 * mean, error: 100 * spread if len(values) > 1 else None}
-    return found
+        figures |= {name: 100 * mean, error: 100 * spread if len(values) > 1 else None}
+    return figures
 
 
 def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
@@ -186,9 +183,9 @@ def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
                 left = left[number + 1 :]
         for kv in missing:
             if files[kv].exists():
-                found = json.loads(files[kv].read_text(encoding="utf-8"))
-                figures = {name: found[name] for name in ("batch", "step_ms", "status")}
-                figures["tokens_per_s"] = found["decode_tokens_per_s"]
+                cell = json.loads(files[kv].read_text(encoding="utf-8"))
+                figures = {name: cell[name] for name in ("batch", "step_ms", "status")}
+                figures["tokens_per_s"] = cell["decode_tokens_per_s"]
                 rows.add(cells[kv] | figures | about_spec(resolve(preset(kv), config.shape), _device("cuda")))
     if failed:
         raise RuntimeError(f"not measured: {'; '.join(failed)}")

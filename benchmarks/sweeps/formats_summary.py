@@ -58,20 +58,20 @@ def summarise(out: Path, docs: Path) -> None:
 
 def policies(rows: Rows) -> list[str]:
     """All policies in any file, in order of appearance."""
-    return list(dict.fromkeys(row["kv"] for some in rows.values() for row in some))
+    return list(dict.fromkeys(row["kv"] for of_file in rows.values() for row in of_file))
 
 
-def find(rows: Rows, kv: str, file: str, wanted: dict[str, str]) -> dict[str, str]:
+def find(rows: Rows, kv: str, file: str, having: dict[str, str]) -> dict[str, str]:
     """The last row of a policy in a file that has all that is ``wanted``; empty if there is none."""
-    found = [row for row in rows[file] if row["kv"] == kv and wanted.items() <= row.items()]
-    return found[-1] if found else {}
+    matching = [row for row in rows[file] if row["kv"] == kv and having.items() <= row.items()]
+    return matching[-1] if matching else {}
 
 
 def join(rows: Rows) -> list[dict[str, str]]:
     """Lines of summary.csv; what was not measured is empty."""
     return [
         {"kv": kv}
-        | {name: find(rows, kv, file, wanted).get(figure, "") for name, (file, wanted, figure) in COLUMNS.items()}
+        | {name: find(rows, kv, file, having).get(figure, "") for name, (file, having, figure) in COLUMNS.items()}
         for kv in policies(rows)
     ]
 
@@ -104,9 +104,9 @@ def sources(rows: Rows) -> list[str]:
     counts = {"prompts": "{} prompts", "prompt_tokens": "{} tokens each", "new_tokens": "{} generated"}
     counts |= {"length": "{} tokens", "samples": "{} samples a task", "context": "{} tokens"}
     told = []
-    for file, some in rows.items():
+    for file, of_file in rows.items():
         origins: dict[str, set[str]] = {}
-        for row in some:
+        for row in of_file:
             words = [form.format(row[name]) for name, form in counts.items() if row.get(name)]
             device = [] if row["device"] == "none" else [row["device"]]
             where = ", ".join([f"`{row['model']}`", *words, *device, row["commit"][:7]])

@@ -88,45 +88,45 @@ def main(argv: list[str] | None = None) -> int:
 
 def case(text: str) -> Case:
     """Parses a case; raises ArgumentTypeError for anything else."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not requests x prompt + answer tokens, as 64x8192+128")
-    return Case(*map(int, found.groups()))
+    return Case(*map(int, match.groups()))
 
 
-def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
+def sweep(args: argparse.Namespace, cell: Cell, case: Case | GapCase) -> None:
     """One row."""
-    if isinstance(one, GapCase):
-        at_once, longest = one.decoding + 2, one.longest
+    if isinstance(case, GapCase):
+        at_once, longest = case.decoding + 2, case.longest
     else:
-        at_once, longest = min(one.requests, args.max_num_seqs or one.requests), args.max_model_len
+        at_once, longest = min(case.requests, args.max_num_seqs or case.requests), args.max_model_len
     engine = engines.engine_of(args, cell, max_num_seqs=at_once, max_model_len=longest)
-    figures = measure_gaps(engine, one) if isinstance(one, GapCase) else measure(engine, one)
-    Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | engines.about(engine))
+    figures = measure_gaps(engine, case) if isinstance(case, GapCase) else measure(engine, case)
+    Rows(args.out, GAPS if args.gaps else MIXED).add(cell | case._asdict() | figures | engines.about(engine))
 
 
-def measure(engine: Engine, one: Case) -> dict[str, float | None]:
+def measure(engine: Engine, case: Case) -> dict[str, float | None]:
     """Figures of a case, after a few of its requests as warm-up."""
-    few = max(1, min(one.requests, 16, WARM_UP // one.input))
-    serve(engine, one._replace(requests=few, output=min(8, one.output)), seed=1)
-    return serve(engine, one, seed=0)
+    few = max(1, min(case.requests, 16, WARM_UP // case.input))
+    serve(engine, case._replace(requests=few, output=min(8, case.output)), seed=1)
+    return serve(engine, case, seed=0)
 
 
-def serve(engine: Engine, one: Case, seed: int) -> dict[str, float | None]:
+def serve(engine: Engine, case: Case, seed: int) -> dict[str, float | None]:
     """Runs all requests; seconds count from just before the first was submitted."""
     draw, ends = random.Random(seed), []
-    prompts = [engines.random_prompt(engine, one.input, draw) for _ in range(one.requests)]
+    prompts = [engines.random_prompt(engine, case.input, draw) for _ in range(case.requests)]
     start = time.monotonic()
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, engines.greedy(one.output))
+        engine.add_request(str(number), prompt, engines.greedy(case.output))
     while engine.has_work:
         ends += [output.times for output in engines.step(engine) if output.finish_reason]
     wall = time.monotonic() - start
     spans = [(times.first_token, times.last_token) for times in ends]
-    per_token = [(last - first) / (one.output - 1) for first, last in spans] if one.output > 1 else None
+    per_token = [(last - first) / (case.output - 1) for first, last in spans] if case.output > 1 else None
     return {
         "wall_s": wall,
-        "output_tokens_per_s": one.requests * one.output / wall,
+        "output_tokens_per_s": case.requests * case.output / wall,
         "ttft_mean_s": statistics.mean(first - start for first, _ in spans),
         "tpot_ms": 1e3 * statistics.mean(per_token) if per_token else None,
     }
@@ -155,9 +155,9 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list
         _take(engine, times)
     times = {name: [seen[-1]] for name, seen in times.items()}
     engine.add_request("long", prompt, engines.greedy(LEFT))
-    there = False
-    while not there:
-        there = "long" in _take(engine, times)
+    answered = False
+    while not answered:
+        answered = "long" in _take(engine, times)
         if engine.num_running <= case.decoding:
             raise RuntimeError(f"answers of {case.answer} tokens left no room for a prefill of {case.behind}, or ended")
     for name in (*times, "long"):

@@ -95,16 +95,16 @@ def measure(args: argparse.Namespace, cell: Cell) -> None:
                 for _ in range(1 + args.prompts)
             ]
             first = statistics.median(seconds[1:])
-            found = {"batch": 1, "ttft_s": first, "tokens_per_s": context / first}
-            rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | engines.about(engine))
+            figures = {"batch": 1, "ttft_s": first, "tokens_per_s": context / first}
+            rows.add(ours | figures | {"ratio": ratio(args.out, ours, figures)} | engines.about(engine))
         ours = row_of(args, cell, of_batch(cell))
         need = engine.cache.demand(context, context + room)
         count = min(count, *(engine.cache.total[tier] // need[tier] for tier in need if need[tier]))
         begin(engine, [engines.random_prompt(engine, context, draw) for _ in range(count)], room, synthetic=True)
         engines.window(engine, WARM_STEPS, count)
         step = statistics.median(engines.window(engine, args.steps, count) for _ in range(args.windows))
-        found = {"batch": count, "step_ms": 1e3 * step, "tokens_per_s": count / step}
-        rows.add(ours | found | {"ratio": ratio(args.out, ours, found)} | engines.about(engine))
+        figures = {"batch": count, "step_ms": 1e3 * step, "tokens_per_s": count / step}
+        rows.add(ours | figures | {"ratio": ratio(args.out, ours, figures)} | engines.about(engine))
     finally:
         engine.close()
 
@@ -126,14 +126,14 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
     return planner.plan(cell["kv"], preset(cell["kv"])).largest_batch.both
 
 
-def ratio(out: Path, ours: Cell, found: dict[str, Any]) -> float | None:
+def ratio(out: Path, ours: Cell, figures: dict[str, Any]) -> float | None:
     """Speed relative to the same on one GPU, or to ``full`` on the same number; None if the file has neither."""
     if not out.exists():
         return None
     same = [row for row in read(out) if (row["case"], row["context"]) == (ours["case"], str(ours["context"]))]
     bases = [row for row in same if (row["gpus"], row["kv"]) == ("1", ours["kv"]) and ours["gpus"] > 1]
     bases += [row for row in same if (row["gpus"], row["kv"]) == (str(ours["gpus"]), "full") and ours["kv"] != "full"]
-    return found["tokens_per_s"] / float(bases[0]["tokens_per_s"]) if bases else None
+    return figures["tokens_per_s"] / float(bases[0]["tokens_per_s"]) if bases else None
 
 
 if __name__ == "__main__":

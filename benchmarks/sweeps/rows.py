@@ -61,9 +61,9 @@ class Rows:
         self._there: set[tuple[str, ...]] | None = None
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                found = next(csv.reader(file), [])
-            if found != self.columns:
-                raise ValueError(f"{path} has the columns {','.join(found)}, not {','.join(self.columns)}")
+                columns = next(csv.reader(file), [])
+            if columns != self.columns:
+                raise ValueError(f"{path} has the columns {','.join(columns)}, not {','.join(self.columns)}")
             self._there = {self._name(row) for row in read(path)}
 
     def has(self, row: Row) -> bool:
