@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OF_A_FILE, OF_A_FUNCTION = 600, 80
 """Lines, at most."""
 
-FOLDERS = ("shadowkv", "scripts", "csrc", "tests")
+FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness", "csrc", "tests")
 FILES_ALONE = "tests/"
 """Functions of this folder are not measured."""
 
@@ -51,11 +51,11 @@ def python_functions(text: str) -> Iterator[tuple[str, int]]:
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
     """The same of C++ and CUDA: braces behind parentheses, in nothing but namespaces and types, whose names are left
     out. Raises ValueError where braces do not match."""
-    text = NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), text)
+    text = NO_CODE.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
     opened: list[tuple[str, int]] = []  # what braces that are open hold, and where their declarations begin
     start = 0
-    for found in re.finditer("[{};]", text):
-        sign, end = found[0], found.end()
+    for match in re.finditer("[{};]", text):
+        sign, end = match[0], match.end()
         head, outside = text[start : end - 1], all(kind == "scope" for kind, _ in opened)
         kind = ""
         if sign == "{":
@@ -69,8 +69,8 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
             kind, began = opened.pop()
             outside = all(other == "scope" for other, _ in opened)
             if outside and kind == "function":
-                whole = ATTRIBUTES.sub("", text[began:end]).strip()
-                yield re.findall(r"([\w~]+)\s*\(", whole)[0], whole.count("\n") + 1
+                definition = ATTRIBUTES.sub("", text[began:end]).strip()
+                yield re.findall(r"([\w~]+)\s*\(", definition)[0], definition.count("\n") + 1
         if outside and (sign == ";" or kind == "scope" or (sign == "}" and kind == "function")):
             start = end
     if opened:
@@ -82,7 +82,7 @@ FUNCTIONS = {".py": python_functions, **dict.fromkeys((".cu", ".cuh", ".cpp", ".
 
 def too_long(root: Path, exceptions: Mapping[str, str]) -> list[str]:
     """What is longer than it may be, and exceptions that nothing needs, a line each."""
-    found: list[str] = []
+    problems: list[str] = []
     needed: set[str] = set()
     for file in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*")):
         functions = FUNCTIONS.get(file.suffix)
@@ -90,26 +90,27 @@ def too_long(root: Path, exceptions: Mapping[str, str]) -> list[str]:
             continue
         path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
         if (lines := len(text.splitlines())) > OF_A_FILE:
-            found.append(f"{path}: {lines} lines, more than {OF_A_FILE}")
+            problems.append(f"{path}: {lines} lines, more than {OF_A_FILE}")
         try:
-            long = [one for one in functions(text) if one[1] > OF_A_FUNCTION and not path.startswith(FILES_ALONE)]
+            long = [(name, lines) for name, lines in functions(text) if lines > OF_A_FUNCTION]
+            long = [] if path.startswith(FILES_ALONE) else long
         except ValueError as error:
-            found.append(f"{path}: {error}")
+            problems.append(f"{path}: {error}")
             continue
         needed |= {f"{path}: {name}" for name, _ in long}
-        found += [
+        problems += [
             f"{path}: {name} has {lines} lines, more than {OF_A_FUNCTION}"
             for name, lines in long
             if f"{path}: {name}" not in exceptions
         ]
-    return found + [f"{name} needs no exception" for name in exceptions if name not in needed]
+    return problems + [f"{name} needs no exception" for name in exceptions if name not in needed]
 
 
 def main() -> int:
     """Command line; returns the exit status."""
-    found = too_long(ROOT, EXCEPTIONS)
-    print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
-    return 1 if found else 0
+    problems = too_long(ROOT, EXCEPTIONS)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -35,13 +35,20 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def command() -> str:
+    """The command line, without Python's own name: a script's file, or ``-m`` and the module that was run."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
 def provenance() -> dict[str, str | None]:
     """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
     import torch  # imported here, as a benchmark's client needs the commit alone
 
     return {
         "commit": commit(),
-        "command": shlex.join(sys.argv),
+        "command": command(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
