@@ -1,20 +1,23 @@
-"""Holds files to 600 lines and functions to 80, which a screen shows: ``make lint`` runs it."""
+"""Holds files to 600 lines, functions to 80, which a screen shows, and folders to 16 files: ``make lint`` runs it."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_FILE, OF_A_FUNCTION = 600, 80
 """Lines, at most."""
+OF_A_FOLDER = 16
+"""Files of source, at most, without those of folders in it; tests are not counted."""
 
 FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness", "csrc", "tests")
 FILES_ALONE = "tests/"
-"""Functions of this folder are not measured."""
+"""Functions and folders of this one are not measured."""
 
 EXCEPTIONS = {
     "shadowkv/engine/config.py: EngineConfig.add_arguments": "a list of flags, which has no parts",
@@ -106,9 +109,20 @@ def too_long(root: Path, exceptions: Mapping[str, str]) -> list[str]:
     return problems + [f"{name} needs no exception" for name in exceptions if name not in needed]
 
 
+def crowded(root: Path) -> list[str]:
+    """Folders with too many files, a line each."""
+    sources = (file for folder in FOLDERS if f"{folder}/" != FILES_ALONE for file in (root / folder).rglob("*"))
+    counts = Counter(file.parent.relative_to(root).as_posix() for file in sources if file.suffix in FUNCTIONS)
+    return [
+        f"{folder}: {count} files, more than {OF_A_FOLDER}: which of them are a room of their own?"
+        for folder, count in sorted(counts.items())
+        if count > OF_A_FOLDER
+    ]
+
+
 def main() -> int:
     """Command line; returns the exit status."""
-    problems = too_long(ROOT, EXCEPTIONS)
+    problems = too_long(ROOT, EXCEPTIONS) + crowded(ROOT)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
