@@ -34,6 +34,7 @@ SINK = 8
 OBSERVED = 64
 """Last queries of a prompt, from which the sketch learns in which directions queries will look."""
 ISOTROPIC = 0.85
+"""Share of all directions alike in what the sketch learns from those queries: later ones will differ."""
 STRONG = 32
 """Numbers of a key with 8 bits; the others have 4."""
 
@@ -46,7 +47,7 @@ class ReferenceLayer:
         rank: numbers that are kept of a key, all kv heads together.
         theta: base of RoPE.
         layer, seed: what is sampled follows from these and the position.
-        values: format of values, 3 bits where the head dim is a multiple of 32, else 4.
+        values: format of values, 3 bits where the head dim is a multiple of 64, else 4.
     """
 
     def __init__(
