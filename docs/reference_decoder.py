@@ -1,7 +1,9 @@
 """ShadowKV and `turbo`, the default policy, for one layer of one sequence, in plain PyTorch.
 
 This is what the engine computes and nothing of how: no pages, no batches, no kernels. Read it from top to bottom: first
-`prefill`, then `decode`. `tests/kvcache/test_reference_decoder.py` holds it equal to the engine.
+`prefill`, then `decode`. `tests/kvcache/test_reference_decoder.py` holds it equal to the engine, with the engine's
+samples: the last bits of a sum may decide for another token. Left out: prompts that are too short to be compressed, and
+those of under 2,048 tokens, whose subspace serves only a quarter more (`kvcache/policy/growth.py`); sparse prefill.
 
 n tokens, H kv heads of d dimensions, G query heads on each of them (H_q = H G). Keys arrive before RoPE.
 
