@@ -50,7 +50,7 @@ def open_cache(
         layout,
         rope,
         slots=slots,
-        memory=Blocks({tier: slots * need[tier] for tier in ("device", "host")}),
+        memory=Blocks({tier: slots * need[tier] for tier in layout.paged}),
         device=device,
         backends=backends,
     )

@@ -17,6 +17,5 @@ class SequenceBytes:
 
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
     """What a sequence owns whose prompt and output have ``context`` tokens in total."""
-    need, unit = layout.demand(context, context), layout.bytes_per_block()
-    size = {kind: count * unit[kind] for kind, count in need.items()}
+    size = layout.tier_bytes(layout.demand(context, context))
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])

@@ -36,7 +36,8 @@ def make_cache(
     rope: RopeConfig | None = None,
 ) -> KVCache:
     layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
-    return KVCache(layout, rope or ROPE, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
+    memory = Blocks(dict.fromkeys(layout.paged, blocks))
+    return KVCache(layout, rope or ROPE, slots=slots, memory=memory, device=DEVICE)
 
 
 def scatter(cache: KVCache, seed: int) -> None:

@@ -55,6 +55,7 @@ class DecodePlan:
         micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
             fetched while another computes.
         sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
+        further: plans of the same step for further groups of layers, where this is the first's.
     """
 
     sequences: SequenceNumbers
@@ -65,21 +66,39 @@ class DecodePlan:
     max_budget: int
     micro_batches: int = 1
     sealing: np.ndarray | None = None
+    further: tuple[DecodePlan, ...] = ()
+
+    @property
+    def of_groups(self) -> tuple[DecodePlan, ...]:
+        """The plans of all groups."""
+        return (self, *self.further)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Determines the shapes of all tensors of a step."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+        own = (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+        return sum((plan.shape for plan in self.further), own)
 
     def packed(self) -> np.ndarray:
-        """All numbers in one array, int64 [n]."""
+        """All numbers in one array, int64 [n]: first its own, then those of further groups."""
         of_sequence = () if self.of_sequence is None else (self.of_sequence.ravel(),)
-        return np.concatenate((*self.sequences, *self.segments, *of_sequence))
+        further = (plan.packed() for plan in self.further)
+        return np.concatenate((*self.sequences, *self.segments, *of_sequence, *further))
+
+    def split(self, numbers: Tensor) -> list[Tensor]:
+        """``numbers`` int64 [n], packed by a plan of this shape, on any device: those of each group."""
+        return list(numbers.split([plan._count for plan in self.of_groups]))
+
+    @property
+    def _count(self) -> int:
+        """Its own numbers."""
+        of_sequence = 0 if self.of_sequence is None else self.of_sequence.size
+        return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        """Splits its own ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -97,11 +116,10 @@ class DecodeBatch:
         write_page: int64 [B], name of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
-        whole: for skipped layers, names of all pages of a sequence, sealed ones and those of its tail, int64 [B, S],
-            and valid tokens of each, int64 [B, S]; None where no layer is skipped or no row has sealed pages.
         sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
         of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
             at most one.
+        further: the same tokens in further groups of layers, where this is the first.
     """
 
     positions: Tensor
@@ -112,7 +130,7 @@ class DecodeBatch:
     sealed: SealedBatch | None
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
-    whole: tuple[Tensor, Tensor] | None = None
+    further: tuple[DecodeBatch, ...] = ()
 
     def of_sealed(self, x: Tensor) -> Tensor:
         """[R, ...] of [B, ...], for the rows of ``sealed``."""
@@ -134,7 +152,7 @@ class DecodeBatch:
             self.write_page[rows],
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
-            whole=None if self.whole is None else (self.whole[0][rows], self.whole[1][rows]),
+            further=tuple(batch._rows(rows) for batch in self.further),
         )
 
 
@@ -146,10 +164,8 @@ def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) ->
     slot, length, _, ring, static_pages = sequences
     pages = tables.exact[slot, : plan.exact_pages].long()
     counts = _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
-    sealed = sequence = whole = None
+    sealed = sequence = None
     if plan.sealed_pages:
-        if spec.skip_layers:
-            whole = _whole(plan, segments, of_sequence, pages, counts, static_pages, tables)
         # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
         # which only a GPU uses, are cut by rows of the whole batch.
         compressed = segments.end > segments.first
@@ -168,28 +184,7 @@ def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) ->
         sealed,
         sequence,
         of_sequence,
-        whole,
     )
-
-
-def _whole(
-    plan: DecodePlan,
-    segments: SegmentNumbers,
-    of_sequence: Tensor | None,
-    pages: Tensor,
-    counts: Tensor,
-    static_pages: Tensor,
-    tables: Tables,
-) -> tuple[Tensor, Tensor]:
-    """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
-    and outliers count 0 tokens: these are in the sealed ones."""
-    sealed = tables.pages[segments.slot, : plan.sealed_pages].long()
-    page = torch.arange(plan.sealed_pages, device=sealed.device)
-    filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
-    if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
-        sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
-    static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
-    return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
 
 
 def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:

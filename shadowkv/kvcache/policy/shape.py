@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder's attention; all layers are alike.
+    """Sizes of the attention of a decoder, or of some of its layers; all are alike.
 
     Attributes:
         num_layers: decoder layers.

@@ -1,4 +1,4 @@
-"""Sequence lifetimes: who holds which blocks, slots and states, from admission to release.
+"""Sequence lifetimes in a group of layers: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
 runs out of memory halfway. It may share what is sealed with other sequences.
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.layout import PageCount
+from shadowkv.kvcache.sequences.group_layout import PageCount
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
 from shadowkv.kvcache.sequences.store import Store
 
@@ -146,7 +146,7 @@ class SequencePool:
     def await_layers(self, sequence: CachedSequence) -> None:
         """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
         if sequence.pending_layers is not None:
-            sequence.pending_layers.wait(self.layout.shape.num_layers - 1)
+            sequence.pending_layers.wait(self.layout.model_layers - 1)
             sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
