@@ -61,6 +61,8 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
     values live on the host.
     """
     spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
+    if layout.window is not None:
+        return StepReads(exact=min(context, layout.window) * exact_token)
     if not spec.seals or context <= spec.dense_limit:
         return StepReads(exact=context * exact_token)
     pages = spec.sealed_pages(context)

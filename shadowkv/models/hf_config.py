@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import wrong_fields
 from shadowkv.models.hf_rope import rope_from_hf
 from shadowkv.ops.apply_rope.tables import RopeConfig
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
+"""What ``layer_types`` has for every layer."""
 
 
 def build_config(
@@ -19,9 +24,12 @@ def build_config(
     default_partial: float = 1.0,
     interleaved: bool = False,
     sliding_window: int | None = None,
+    layer_types: Any = None,
     **switches: bool,
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+
+    ``layer_types`` says which layers have the window; where it is None they are unknown.
 
     Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
     """
@@ -32,6 +40,7 @@ def build_config(
         reasons.append("mlp_bias is not supported")
     if reasons:
         raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    kinds = _kinds(layer_types, hf["num_hidden_layers"], sliding_window)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = rope_from_hf(
@@ -55,12 +64,27 @@ def build_config(
         max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        sliding_window=sliding_window,
+        layer_kinds=kinds,
+        sliding_window=sliding_window if layer_types is None else None,
         quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
         **switches,
     )
+
+
+def _kinds(types: Any, count: int, window: int | None) -> tuple[LayerKind, ...]:
+    """The kind of each of ``count`` layers; none where all of them see everything. Raises ValueError."""
+    if types is None:
+        return ()
+    if not isinstance(types, list) or len(types) != count or not all(kind in LAYER_TYPES for kind in types):
+        raise ValueError(
+            f"this config cannot be used: layer_types is not a list of {' or '.join(LAYER_TYPES)} for {count} layers"
+        )
+    kinds = tuple(LayerKind(window) if kind == SLIDING else FULL for kind in types)
+    if SLIDING in types and not window:
+        raise ValueError(f"this config cannot be used: layer_types has {SLIDING}, and no sliding_window is in use")
+    return kinds if SLIDING in types else ()
 
 
 def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:

@@ -50,7 +50,7 @@ class Decode:
             if plan.sealing is not None:
                 self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
             numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
-        return batch_of(plan, numbers, self.spec, self.sealing.tables)
+        return batch_of(plan, numbers, self.spec, self.sealing.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
@@ -90,7 +90,11 @@ class Decode:
         self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
 
     def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
-        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        pages = self.store.k[layer], self.store.v[layer], batch.pages
+        if batch.starts is None:
+            out, lse = self.ops.paged_attention(q, *pages, batch.counts)
+        else:
+            out, lse = self.ops.paged_window_attention(q, *pages, batch.starts, batch.counts)
         return out, lse
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

@@ -113,6 +113,7 @@ class DecodeBatch:
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], names of the exact pages.
         counts: int64 [B, E], valid tokens of each exact page, the new one included.
+        starts: int64 [B, E], with a window, the first token of each page that is in it, of those; else None.
         write_page: int64 [B], name of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
@@ -131,6 +132,7 @@ class DecodeBatch:
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
     further: tuple[DecodeBatch, ...] = ()
+    starts: Tensor | None = None
 
     def of_sealed(self, x: Tensor) -> Tensor:
         """[R, ...] of [B, ...], for the rows of ``sealed``."""
@@ -153,17 +155,20 @@ class DecodeBatch:
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
             further=tuple(batch._rows(rows) for batch in self.further),
+            starts=None if self.starts is None else self.starts[rows],
         )
 
 
-def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) -> DecodeBatch:
+def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
     """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
     are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
     shapes."""
     sequences, segments, of_sequence = plan.unpacked(numbers)
     slot, length, _, ring, static_pages = sequences
     pages = tables.exact[slot, : plan.exact_pages].long()
-    counts = _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
+    starts, counts = None, _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
+    if window is not None:
+        starts, counts = _in_window(length, ring, plan.exact_pages, window)
     sealed = sequence = None
     if plan.sealed_pages:
         # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
@@ -184,6 +189,7 @@ def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) ->
         sealed,
         sequence,
         of_sequence,
+        starts=starts,
     )
 
 
@@ -219,3 +225,13 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
     tail = (length + 1 - sealed)[:, None]
     counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
     return counts.clamp(0, PAGE)
+
+
+def _in_window(length: Tensor, ring_pages: Tensor, width: int, window: int) -> tuple[Tensor, Tensor]:
+    """The first token of each page [B, E] of rings [B] that is in the window of the token at position ``length`` [B],
+    and the one after the last."""
+    column, newest = torch.arange(width, device=length.device), (length // PAGE)[:, None]
+    page = newest - (newest - column) % ring_pages[:, None]  # its number in the sequence, below 0 where it has none
+    seen = (page >= 0) & (column < ring_pages[:, None])
+    first, last = (length - window + 1)[:, None] - PAGE * page, (length + 1)[:, None] - PAGE * page
+    return first.clamp(0, PAGE), last.clamp(0, PAGE).where(seen, 0)

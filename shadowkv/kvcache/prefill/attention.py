@@ -9,6 +9,7 @@ block by block with merged softmax, or sparsely.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -146,6 +147,9 @@ class Prefill:
         return tuple(segment.names for segment in batch.plan_of(new).cached) or None
 
     def _attend_runs(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        if self.layout.window is not None:
+            (run,) = runs
+            return self._attend_window(layer, q, batch, run, self.layout.window)
         if len(runs) > 1:
             return self._attend_cached(layer, q, batch, runs)
         (run,) = runs
@@ -163,6 +167,27 @@ class Prefill:
             return self.ops.causal_attention(q, k, v)
         self._rebuild(layer, cached, k[:sealed], v[:sealed])
         return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop)
+
+    def _attend_window(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, window: int) -> Tensor:
+        """Attention of a run within the window."""
+        new, rows = run.alone, slice(run.start, run.stop)
+        if new is None:
+            keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+            if run.longest <= window:
+                return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+            bounds = pairwise(cast(Tensor, run.cu_seqlens).tolist())
+            attend = self.ops.causal_window_attention
+            return torch.cat([attend(q[a:b], keys[a:b], values[a:b], window) for a, b in bounds])
+        before = run.start - new.start  # new tokens of the sequence that come before
+        if before >= window or not new.cached:
+            rows = slice(max(new.start, run.start - window), run.stop)
+            k, v = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+        else:
+            k, v = self._behind_exact_tail(layer, batch, new, run.stop)
+        seen = len(q) + window
+        if len(k) <= window:
+            return self.ops.causal_attention(q, k, v)
+        return self.ops.causal_window_attention(q, k[-seen:], v[-seen:], window)
 
     def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
         """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all

@@ -275,11 +275,12 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
         return slice(start, stop), ExactRows(pages, offsets)
 
     for new, plan in planned:
-        if together and (plan.sealed or new.start != stop):
+        first = new.stop - len(plan.exact.pages)  # a window does not keep those before
+        if together and (plan.sealed or first != stop):
             yield joined()
             together = []
         if not plan.sealed:
-            start, stop = start if together else new.start, new.stop
+            start, stop = start if together else first, new.stop
             together.append(plan.exact)
     if together:
         yield joined()

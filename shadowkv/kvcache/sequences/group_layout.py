@@ -15,7 +15,7 @@ from shadowkv.kvcache.memory.arenas import Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Growth, Standing
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 
@@ -70,6 +70,11 @@ SPARE_SEGMENTS = 16
 """At full occupancy, one sequence in this many may have a second segment."""
 
 
+WINDOW_SLACK = 2
+"""Pages of a window's ring besides those of the window: the one that is being filled, and one so that a page of the
+newest tokens can be taken back, or left out by a fork."""
+
+
 def pack(exact: int, sealed: int) -> tuple[int, int, int]:
     """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever kind it holds."""
     best, least = (1, 1, max(exact, sealed)), 1.0
@@ -99,6 +104,7 @@ class GroupLayout:
     Args:
         spec: the policy, resolved.
         shape: attention sizes of the model; those of the group have only its layers.
+        kind: what their attention sees.
         dtype: dtype of exact keys and values and of what the parts store at full precision.
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks of a segment's buffer of fetched values, as a multiple of those that a step selects from
@@ -108,6 +114,7 @@ class GroupLayout:
 
     Attributes:
         model_layers: number of all layers of the model.
+        window: newest tokens that a step attends to, where it is not all: exact ones in a ring of pages.
         parts: the policy's parts.
         exact_fields, sealed_fields: fields of pages in the device tier.
         excluded_fields: among the sealed ones, ``EXCLUDED`` where the policy has it.
@@ -122,6 +129,7 @@ class GroupLayout:
         self,
         spec: KVSpec,
         shape: ModelShape,
+        kind: LayerKind,
         dtype: torch.dtype,
         max_model_len: int,
         fetch_buffer: float,
@@ -129,7 +137,8 @@ class GroupLayout:
         name: str = "",
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
-        shape = replace(shape, num_layers=len(self.layers))
+        self.window = kind.window
+        shape = replace(shape, num_layers=len(self.layers), kinds=())
         parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
@@ -203,6 +212,8 @@ class GroupLayout:
             at: how far it is sealed already; its segments and their static pages are not counted. None is a new one.
         """
         spec, at = self.spec, at or Standing()
+        if self.window is not None:
+            return PageCount(dense=min(math.ceil(capacity / PAGE), math.ceil(self.window / PAGE) + WINDOW_SLACK))
         if not spec.seals:
             return PageCount(dense=math.ceil(capacity / PAGE))
         dense = 0

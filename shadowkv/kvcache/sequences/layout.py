@@ -10,7 +10,7 @@ import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.parts import Parts, resolve
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 
@@ -34,7 +34,7 @@ class Layout:
             the longest context: at least 1, or 0 for no buffer.
 
     Attributes:
-        groups: the groups; the first one is what the policy is about, unless it leaves all layers exact.
+        groups: the groups; the first one is what the policy is about, unless there are no layers for it.
         places: for each layer of the model, the number of its group and which of the group's layers it is.
     """
 
@@ -48,10 +48,10 @@ class Layout:
     ) -> None:
         self.spec, self.shape, self.dtype = resolve(spec, shape), shape, dtype
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
-        named = [(name, of_group, layers) for name, of_group, layers in _groups(self.spec, shape) if layers]
+        named = [group for group in _groups(self.spec, shape) if group[-1]]
         self.groups = tuple(
-            GroupLayout(of_group, shape, dtype, max_model_len, fetch_buffer, layers, name if number else "")
-            for number, (name, of_group, layers) in enumerate(named)
+            GroupLayout(of_group, shape, kind, dtype, max_model_len, fetch_buffer, layers, name if number else "")
+            for number, (name, of_group, kind, layers) in enumerate(named)
         )
         place_of = {layer: (n, at) for n, group in enumerate(self.groups) for at, layer in enumerate(group.layers)}
         self.places = [place_of[layer] for layer in range(shape.num_layers)]
@@ -156,12 +156,15 @@ def _named(group: GroupLayout, kind: str) -> str:
     return f"{group.name} {kind}" if group.name else kind
 
 
-def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, list[int]]]:
-    """Name, policy and layers of each group; some may have no layers."""
-    layers, ends = list(range(shape.num_layers)), spec.skip_layers
-    yield "", replace(spec, skip_layers=0), layers[ends : shape.num_layers - ends]
-    yield EXACT, KVSpec(prefill=spec.prefill, prefill_error=spec.prefill_error), _ends(layers, ends)
-
-
-def _ends(layers: list[int], count: int) -> list[int]:
-    return [*layers[:count], *layers[len(layers) - count :]]
+def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, LayerKind, list[int]]]:
+    """Name, policy, kind and layers of each group; some may have no layers."""
+    kinds = shape.kinds or (FULL,) * shape.num_layers
+    full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
+    inner = full[ends : len(full) - ends]
+    yield "", replace(spec, skip_layers=0), FULL, inner
+    exact = KVSpec(prefill=spec.prefill, prefill_error=spec.prefill_error)
+    yield EXACT, exact, FULL, [layer for layer in full if layer not in inner]
+    for kind in dict.fromkeys(kinds):
+        if kind.window is not None:
+            layers = [layer for layer, other in enumerate(kinds) if other == kind]
+            yield f"window-{kind.window}", KVSpec(), kind, layers

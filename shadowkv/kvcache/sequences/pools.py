@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline
@@ -68,6 +69,21 @@ class SequencePools:
                 return point
             length = point
 
+    def can_fork(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether ``sequence`` can be forked after that many tokens."""
+        return self.fork_point(sequence, length) == length
+
+    def can_follow(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether what comes after that many tokens can follow a fork there: windows may have left them behind."""
+        return (
+            length <= sequence.length
+            and length % PAGE == 0
+            and all(
+                pool.layout.window is not None or pool.fork_point(sequence.of_group(number), length) == length
+                for number, pool in enumerate(self.pools)
+            )
+        )
+
     def forked(self, parent: CachedSequence, length: int) -> list[Outline]:
         """What a fork of ``parent`` begins with, in each group; raises ValueError where it cannot be forked there."""
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
@@ -97,6 +113,11 @@ class SequencePools:
             raise
         first, *further = in_groups
         first.further = tuple(further)
+        if parent is not None and any(outline.copied for outline in outlines):
+            self.await_layers(parent)
+            for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
+                if outline.copied:
+                    pool.copy_window(parent.of_group(number), in_groups[number], outline.copied)
         return first
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:

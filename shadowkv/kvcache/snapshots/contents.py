@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
@@ -36,10 +37,11 @@ class GroupContents:
         """The header of a snapshot of the group's ``sequence`` (``Snapshots.describe``), with those of other groups."""
         content = self._content(sequence, start, stop)
         fields, layer_bytes = self._laid_out(content)
+        length = sequence.length if stop is None else stop
         return SnapshotHeader(
             form=self.form,
             start=start,
-            length=content.end(start),
+            length=length,
             segments=content.segments,
             tail_tokens=content.tail_tokens,
             observed=content.observed,
@@ -47,6 +49,7 @@ class GroupContents:
             num_layers=self.layout.model_layers,
             layer_bytes=layer_bytes,
             layers=self.layers,
+            window=self.layout.window or 0,
             further=further,
         )
 
@@ -67,7 +70,8 @@ class GroupContents:
     def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
         """What a snapshot contains."""
         if not sequence.path:
-            return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
+            length = sequence.length if stop is None else stop
+            return Cut((), length - max(start, sequence.window_start(length)), stop is None and sequence.observed)
         segments = tuple(
             SnapshotSegment(
                 first=segment.first,
@@ -113,8 +117,8 @@ class GroupContents:
     def _check(self, header: SnapshotHeader, stop: int) -> None:
         """Raises ValueError unless ``header`` is what this cache would make of such a sequence and can be cut there."""
         size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
-        described = header.fields, header.layer_bytes, header.num_layers, header.layers
-        if described != (*size, self.layout.model_layers, self.layers):
+        described = header.fields, header.layer_bytes, header.num_layers, header.layers, header.window
+        if described != (*size, self.layout.model_layers, self.layers, self.layout.window or 0):
             raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")
         spec = self.layout.spec
         for segment in header.segments:
@@ -141,7 +145,7 @@ def followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
         for segment in used.segments:
             spans = _with(spans, segment)
         at = stop
-    return Outline(tuple(spans), at, outline.shared)
+    return replace(outline, spans=tuple(spans), length=at)
 
 
 def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:

@@ -143,6 +143,8 @@ class SnapshotHeader:
         num_layers: all layers of the model.
         layer_bytes: bytes of a layer that has these fields.
         layers: which layers have them, where not all do; else empty.
+        window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
+            first of them after ``start``. 0 where it sees all.
         further: headers of the other groups of layers: the same tokens in the same form, of other layers.
     """
 
@@ -156,6 +158,7 @@ class SnapshotHeader:
     num_layers: int
     layer_bytes: int
     layers: tuple[int, ...] = ()
+    window: int = 0
     further: tuple[SnapshotHeader, ...] = ()
 
     def __post_init__(self) -> None:
@@ -207,6 +210,8 @@ class SnapshotHeader:
         it where those are all. Raises ValueError unless they end in it: at a page boundary, or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
+        if self.window and stop < self.length and self.start < self.exact:
+            raise ValueError(f"a snapshot of a window before token {self.length} cannot be cut at {stop}")
         if stop == self.length:
             return Cut(self.segments, self.tail_tokens, self.observed)
         if stop > self.exact or not self.segments:
@@ -217,8 +222,8 @@ class SnapshotHeader:
     def to_json(self) -> str:
         """JSON for ``from_json``."""
         fields = asdict(self)
-        if not self.further:  # as from before there were groups
-            fields = {name: value for name, value in fields.items() if name not in ("layers", "further")} | FORMER
+        if not (self.further or self.window):  # as from before there were groups
+            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "further")} | FORMER
         return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
@@ -275,6 +280,10 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
         yield f"start {header.start} is not a multiple of {PAGE}"
     yield from _of_segments(header)
     exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    yield from _out_of(("window", header.window, 0, MOST["tokens"]))
+    if header.window and (header.segments or header.observed):
+        yield "layers with a window have something sealed"
+    exact = max(exact, header.length - header.window) if header.window else exact
     if header.tail_tokens != header.length - exact:
         yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
     if header.observed and header.segments:

@@ -19,6 +19,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.arenas import BlockPool
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 from shadowkv.kvcache.sequences.store import ExactRows, Store, exact_rows
@@ -188,6 +189,9 @@ class Reading:
             locations = SnapshotLocations(pool.store, of_group, of_group.cut(header.length), in_group)
             self._held += [(pool.pools[kind], pool.pools[kind].blocks_of(x)) for kind, x in locations.held.items()]
             self._locations.append(locations.on_device())
+        self._copies = {
+            number: self._copied(number, pool) for number, pool in enumerate(pools.pools) if pool.layout.window
+        }
         for blocks, names in self._held:
             blocks.retain(names)
         for in_group in self._sequences:
@@ -197,11 +201,27 @@ class Reading:
         """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which begins at a multiple of
         16 bytes; bytes outside fields become 0. The host does not wait."""
         number, at = self._places[layer]
+        if number in self._copies:
+            copied = self._copies[number][at]
+            out[: len(copied)].copy_(copied)
+        else:
+            self._read(number, at, out)
+
+    def _copied(self, number: int, pool: SequencePool) -> Tensor:
+        """All layers of a group, uint8 [layers, bytes of a layer]: what is in a window is soon written over."""
+        header, compute = self.header.of_groups[number], pool.store.compute
+        layers = torch.empty(pool.layout.shape.num_layers, header.layer_bytes, dtype=torch.uint8, device=compute)
+        for at, layer in enumerate(layers):
+            self._read(number, at, layer)
+        return layers
+
+    def _read(self, number: int, at: int, out: Tensor) -> None:
+        """Copies layer ``at`` of a group."""
+        header = self.header.of_groups[number]
         for location in self._locations[number]:
             location.read(at, out)
-        fields = self.header.fields_of(layer)
-        starts = [*(field.offset for field in fields[1:]), self.header.bytes_of(layer)]
-        stops = [field.offset + field.nbytes for field in fields]
+        starts = [*(field.offset for field in header.fields[1:]), header.layer_bytes]
+        stops = [field.offset + field.nbytes for field in header.fields]
         for stop, start in zip(stops, starts, strict=bool(stops)):
             if stop < start:
                 out[stop:start].zero_()

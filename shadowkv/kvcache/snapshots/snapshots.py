@@ -48,8 +48,8 @@ class Snapshots:
             stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
                 continues, and nothing in it changes any more. None for all there are, with the exact tail.
         """
-        for point in (start, stop):
-            if point and self.pools.fork_point(sequence, point) != point:
+        for point, possible in ((start, self.pools.can_follow), (stop, self.pools.can_fork)):
+            if point and not possible(sequence, point):
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
         if stop is not None and stop < start:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
@@ -172,9 +172,11 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
             for name, value in {**asdict(spec), "prefill_error": error}.items()
             if LATER.get(name) != value
         },
-        "shape": asdict(layout.shape),
+        "shape": {name: value for name, value in asdict(layout.shape).items() if value != ()},
         "rope": asdict(rope),
         "dtype": str(layout.dtype),
         "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),
     }
+    if layout.window is not None:
+        form["window"] = layout.window
     return sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
