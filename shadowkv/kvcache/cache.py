@@ -91,6 +91,7 @@ class KVCache:
             for number, group in enumerate(layout.groups)
         ]
         self._places = [(self.groups[number], at) for number, at in layout.places]
+        self._halves = [(group.number, group.prefill, group.decode, at) for group, at in self._places]
         self.pools = SequencePools(layout, [group.pool for group in self.groups])
         self.snapshots = Snapshots(self.pools, rope, self.device)
         # Of the first group, which is what most look into.
@@ -226,7 +227,7 @@ class KVCache:
 
         Raises ValueError if one of them is at its capacity.
         """
-        first, *further = (group.planner.plan(group.sequences(sequences)) for group in self.groups)
+        first, *further = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
         return replace(first, further=tuple(further)) if further else first
 
     def forecast_decode(
@@ -247,11 +248,13 @@ class KVCache:
         """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
         what is due has been sealed (``seal_pages``): then only the plan's shapes are used, as a captured graph
         requires."""
+        if len(self.groups) == 1:
+            return self.groups[0].decode.batch(plan, numbers)
         parts = [None] * len(self.groups) if numbers is None else plan.split(numbers)
         first, *further = (
             group.decode.batch(group.part(plan), part) for group, part in zip(self.groups, parts, strict=True)
         )
-        return replace(first, further=tuple(further)) if further else first
+        return replace(first, further=tuple(further))
 
     def rounded(self, plan: DecodePlan, max_batch: int) -> DecodePlan:
         """``plan`` with its shapes rounded up, so that few captured graphs serve many steps."""
@@ -315,12 +318,13 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock) -> None:
         """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
-        group, at = self._places[layer]
-        batch = group.part(batch)
+        number, prefill, decode, at = self._halves[layer]
+        if number:
+            batch = batch.further[number - 1]
         if isinstance(batch, PrefillBlock):
-            group.prefill.append(at, k, v, batch)
+            prefill.append(at, k, v, batch)
         else:
-            group.decode.append(at, k, v, batch)
+            decode.append(at, k, v, batch)
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
@@ -332,12 +336,13 @@ class KVCache:
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
-        group, at = self._places[layer]
-        batch = group.part(batch)
+        number, prefill, decode, at = self._halves[layer]
+        if number:
+            batch = batch.further[number - 1]
         if isinstance(batch, PrefillBlock):
-            out = group.prefill.attend(at, q, batch)
+            out = prefill.attend(at, q, batch)
             return lambda: out
-        return group.decode.begin(at, q, batch)
+        return decode.begin(at, q, batch)
 
 
 class FanOut:

@@ -60,6 +60,6 @@ class LayerGroup:
         """What belongs to this group of a plan or of a batch."""
         return cast(Whole, whole.further[self.number - 1]) if self.number else whole
 
-    def sequences(self, whole: Sequence[CachedSequence]) -> list[CachedSequence]:
+    def sequences(self, whole: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """The same sequences in this group."""
-        return [sequence.of_group(self.number) for sequence in whole]
+        return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
