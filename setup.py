@@ -32,13 +32,9 @@ def extensions() -> list[Extension]:
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
     cpu = Extension(
         "shadowkv._cpu",
-        sources=[
-            str(source) for folder in ("csrc/bindings", "csrc/cpu") for source in sorted(Path(folder).glob("*.cpp"))
-        ],
-        depends=[
-            str(header) for folder in ("csrc", "csrc/bindings", "csrc/cpu") for header in Path(folder).glob("*.h")
-        ],
-        include_dirs=include_paths(),
+        sources=sorted(map(str, Path("csrc/cpu").rglob("*.cpp"))),
+        depends=[*map(str, Path("csrc").glob("*.h")), *map(str, Path("csrc/cpu").rglob("*.h"))],
+        include_dirs=["csrc", *include_paths()],
         library_dirs=library_paths(),
         libraries=["c10", "torch_cpu"],
         extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=fast", "-fvisibility=hidden", *openmp],
@@ -63,7 +59,9 @@ class BuildIfPossible(build_ext):
             raise RuntimeError("torch is a CPU build (python csrc/build_cuda.py builds them all the same)")
         package = Path("shadowkv" if self.inplace else self.build_lib, "" if self.inplace else "shadowkv")
         builder = runpy.run_path("csrc/build_cuda.py")
-        builder["build"](builder["ops"](), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda")
+        builder["build"](
+            list(builder["bindings"]()), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda"
+        )
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -74,7 +72,11 @@ class BuildIfPossible(build_ext):
 
 setup(
     packages=find_packages(include=["shadowkv", "shadowkv.*"]),
-    package_data={"shadowkv": ["py.typed"], "shadowkv.serve.page": ["static/*"], "shadowkv.models": ["configs/*.json"]},
+    package_data={
+        "shadowkv": ["py.typed"],
+        "shadowkv.serve.page": ["static/*"],
+        "shadowkv.models": ["catalogue/*.json"],
+    },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildIfPossible},
 )

@@ -1,4 +1,5 @@
-"""Builds the CUDA ops with nvcc and ninja: one library per file of ``csrc/bindings/*.cu``, in ``shadowkv/_cuda/``.
+"""Builds the CUDA ops with nvcc and ninja: one library per file of ``csrc/kernels/*/*.cu``, in
+``shadowkv/_cuda/``.
 
 ``python csrc/build_cuda.py [op ...]`` builds some or all; setup.py calls it where nvcc is installed. Further bindings
 (``path/name.cu``) go elsewhere: ``--to folder``. They use PyTorch's stable ABI, so that a CPU build of torch is enough
@@ -25,9 +26,9 @@ def find_nvcc() -> str | None:
     return next((path for path in candidates if path and Path(path).exists()), None)
 
 
-def ops() -> list[str]:
-    """Names of all ops that have a CUDA binding."""
-    return sorted(path.stem for path in (ROOT / "csrc/bindings").glob("*.cu"))
+def bindings() -> dict[str, Path]:
+    """The file of each op that has a CUDA binding, in order of the ops' names."""
+    return {path.stem: path for path in sorted((ROOT / "csrc/kernels").glob("*/*.cu"), key=lambda path: path.stem)}
 
 
 def compile_flags() -> list[str]:
@@ -60,8 +61,7 @@ def build(names: list[str], target: Path, work: Path) -> None:
     )
     target.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    sources = {op: ROOT / f"csrc/bindings/{op}.cu" for op in ops()}
-    sources |= {Path(name).stem: Path(name).resolve() for name in names if name.endswith(".cu")}
+    sources = bindings() | {Path(name).stem: Path(name).resolve() for name in names if name.endswith(".cu")}
     # All ops are rules and ``names`` the targets, so that builds of different ops leave each other's results alone.
     lines = [
         f"rule cuda\n  command = {nvcc} {flags} -MD -MF $log.d -shared $in -o $out > $log 2>&1 || "
@@ -80,4 +80,4 @@ if __name__ == "__main__":
     )
     given = parser.parse_args()
     target, work = (given.to.resolve(),) * 2 if given.to else (ROOT / "shadowkv/_cuda", ROOT / "build/cuda")
-    build(given.names or ops(), target, work)
+    build(given.names or list(bindings()), target, work)

@@ -1,10 +1,12 @@
-// Floating-point numbers shared by the C++ and CUDA kernels. Scores are base-2 exponents; a kernel's results are
-// natural.
+// Numbers that C++ and CUDA kernels share. Scores are base-2 exponents in kernels, whose results are natural.
 #pragma once
 
 #include <numbers>
 
 namespace shadowkv {
+
+// The page size. shadowkv/ops/page.py defines it for Python; tests/ops/test_constants.py compares the two.
+constexpr int kPage = 64; // tokens
 
 constexpr float kLog2E = std::numbers::log2e_v<float>; // from natural to base-2 exponents
 constexpr float kLn2 = std::numbers::ln2_v<float>;     // and back

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "page.h"
+#include "constants.h"
 
 namespace shadowkv {
 
@@ -23,8 +23,8 @@ constexpr int kSampledShare = 4; // one in this many of these is sampled, if any
 
 // How many of the runs are examined closely when that many tokens are selected.
 constexpr int kept_runs(int runs, int64_t tokens) {
-  const int wanted = int((tokens * kKeptFactor + kRun - 1) / kRun), share = (runs + kKeptShare - 1) / kKeptShare;
-  const int most = share > kKeptLeast ? share : kKeptLeast, kept = most > wanted ? most : wanted;
+  const int of_budget = int((tokens * kKeptFactor + kRun - 1) / kRun), share = (runs + kKeptShare - 1) / kKeptShare;
+  const int least = share > kKeptLeast ? share : kKeptLeast, kept = least > of_budget ? least : of_budget;
   return runs < kept ? runs : kept;
 }
 

@@ -55,7 +55,7 @@ def main() -> int:
         tree, target = base / "tree", base / "installed"
         # A copy: building leaves folders behind.
         files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
-        for file in filter(lambda one: (ROOT / one).exists(), files):
+        for file in filter(lambda file_name: (ROOT / file_name).exists(), files):
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, tree / file, follow_symlinks=False)
         run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", base, cwd=tree)
@@ -63,12 +63,12 @@ def main() -> int:
         with tarfile.open(sdist) as archive:
             archive.extractall(base / "unpacked", filter="data")
         (source,) = (base / "unpacked").iterdir()
-        lost = [one for one in tracked() if not (source / one).is_file()]
+        lost = [file_name for file_name in tracked() if not (source / file_name).is_file()]
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
         run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", base, source)
         (wheel,) = base.glob("*.whl")
         run(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel)
-        lost += [one for one in tracked() if not (target / one).is_file()]
+        lost += [file_name for file_name in tracked() if not (target / file_name).is_file()]
         if lost:
             raise SystemExit(f"not in {sdist.name} or {wheel.name}: {', '.join(lost)}")
         print(f"{sdist.name} and {wheel.name} have all {len(tracked())} files of the packages")

@@ -70,6 +70,16 @@ def _stream(pieces: Iterator[str | None]) -> None:
     _text(said)
 
 
+def _cases(
+    text: Callable[[], str | None],
+    pieces: Callable[[], Iterator[str | None]],
+    tools: Callable[[], object],
+    structured: Callable[[], object],
+) -> Cases:
+    """A chat's text, the pieces of a stream, and cases that check by themselves."""
+    return dict(zip(CASES, (lambda: _text([text()]), lambda: _stream(pieces()), tools, structured)))
+
+
 def with_openai(url: str, model: str) -> Cases:
     """The openai package."""
     import openai
@@ -83,22 +93,19 @@ def with_openai(url: str, model: str) -> Cases:
         (call,) = message.tool_calls
         result = _called(call.function.name, json.loads(call.function.arguments))
         turns = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": result}]
-        assert (
-            create(model=model, messages=turns, **OPTIONS, tools=[TOOL], tool_choice="none").choices[0].message.content
-        )
+        last = create(model=model, messages=turns, **OPTIONS, tools=[TOOL], tool_choice="none")
+        assert last.choices[0].message.content
 
     def structured() -> None:
         answer = client.chat.completions.parse(model=model, messages=ASK, response_format=Capital, **OPTIONS)
         assert isinstance(answer.choices[0].message.parsed, Capital)
 
-    def stream() -> None:
-        chunks = create(model=model, messages=ASK, stream=True, **OPTIONS)
-        _stream(chunk.choices[0].delta.content for chunk in chunks)
+    def pieces() -> Iterator[str | None]:
+        return (chunk.choices[0].delta.content for chunk in create(model=model, messages=ASK, stream=True, **OPTIONS))
 
-    def chat() -> None:
-        _text([create(model=model, messages=ASK, **OPTIONS).choices[0].message.content])
-
-    return dict(zip(CASES, (chat, stream, tools, structured)))
+    return _cases(
+        lambda: create(model=model, messages=ASK, **OPTIONS).choices[0].message.content, pieces, tools, structured
+    )
 
 
 def with_langchain(url: str, model: str) -> Cases:
@@ -120,16 +127,11 @@ def with_langchain(url: str, model: str) -> Cases:
     def structured() -> None:
         assert isinstance(chat.with_structured_output(Capital).invoke(QUESTION), Capital)
 
-    return dict(
-        zip(
-            CASES,
-            (
-                lambda: _text([chat.invoke(QUESTION).content]),
-                lambda: _stream(piece.content for piece in chat.stream(QUESTION)),
-                tools,
-                structured,
-            ),
-        )
+    return _cases(
+        lambda: chat.invoke(QUESTION).content,
+        lambda: (piece.content for piece in chat.stream(QUESTION)),
+        tools,
+        structured,
     )
 
 
@@ -148,16 +150,11 @@ def with_litellm(url: str, model: str) -> Cases:
         turns = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": result}]
         assert ask(turns, tools=[TOOL], tool_choice="none").choices[0].message.content
 
-    return dict(
-        zip(
-            CASES,
-            (
-                lambda: _text([ask().choices[0].message.content]),
-                lambda: _stream(chunk.choices[0].delta.content for chunk in ask(stream=True)),
-                tools,
-                lambda: Capital.model_validate_json(ask(response_format=Capital).choices[0].message.content),
-            ),
-        )
+    return _cases(
+        lambda: ask().choices[0].message.content,
+        lambda: (chunk.choices[0].delta.content for chunk in ask(stream=True)),
+        tools,
+        lambda: Capital.model_validate_json(ask(response_format=Capital).choices[0].message.content),
     )
 
 
@@ -181,21 +178,15 @@ def with_llm(url: str, model: str) -> Cases:
         # It cannot force a call: the model chooses, and this one never does.
         assert served.chain(QUESTION, tools=[weather], options=OPTIONS, stream=False).text()
 
-    def structured() -> None:
-        Capital.model_validate_json(served.prompt(QUESTION, schema=Capital, stream=False, **OPTIONS).text())
+    def said(**options: Any) -> str:
+        text: str = served.prompt(QUESTION, stream=False, **options, **OPTIONS).text()
+        return text
 
-    return dict(
-        zip(
-            CASES,
-            (
-                lambda: _text([served.prompt(QUESTION, stream=False, **OPTIONS).text()]),
-                lambda: _stream(iter(served.prompt(QUESTION, **OPTIONS))),
-                tools,
-                lambda: Capital.model_validate_json(
-                    served.prompt(QUESTION, schema=Capital, stream=False, **OPTIONS).text()
-                ),
-            ),
-        )
+    return _cases(
+        said,
+        lambda: iter(served.prompt(QUESTION, **OPTIONS)),
+        tools,
+        lambda: Capital.model_validate_json(said(schema=Capital)),
     )
 
 
@@ -210,26 +201,26 @@ NOTES = {("llm", "tools"): "offered with `tool_choice` auto, the only one it sup
 
 def installed() -> dict[str, str]:
     """Versions of the clients that are installed."""
-    found = {}
+    versions = {}
     for name in CLIENTS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def outcomes(client: str, url: str, model: str) -> dict[str, str]:
     """Each case's ``yes``, or ``no`` and why."""
-    cases, found = CLIENTS[client](url, model), {}
+    cases, results = CLIENTS[client](url, model), {}
     for name, case in cases.items():
         try:
             case()
-            found[name] = "yes"
+            results[name] = "yes"
         except Exception as error:  # whatever the client raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            found[name] = f"no: {reason[:MAX_REASON_CHARS]}"
-    return found
+            results[name] = f"no: {reason[:MAX_REASON_CHARS]}"
+    return results
 
 
 def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) -> str:
@@ -243,8 +234,8 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
         f"| client | version | {' | '.join(CASES)} |",
         f"| --- | --- |{' --- |' * len(CASES)}",
     ]
-    for client, found in rows.items():
-        cells = [_cell(client, case, found[case]) for case in CASES]
+    for client, results in rows.items():
+        cells = [_cell(client, case, results[case]) for case in CASES]
         lines.append(f"| {client} | {versions[client]} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), ""])
 
@@ -289,7 +280,7 @@ def main() -> int:
         print(text)
     else:
         args.out.write_text(text, encoding="utf-8")
-    return 0 if all(one == "yes" for found in rows.values() for one in found.values()) else 1
+    return 0 if all(outcome == "yes" for results in rows.values() for outcome in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 def files() -> list[str]:
     """Paths of the test files, from the root."""
-    found = [path for pattern in FOLDERS for path in sorted(ROOT.glob(pattern))]
-    return [str(path.relative_to(ROOT)) for path in found if FOR_A_GPU.search(path.read_text(encoding="utf-8"))]
+    paths = [path for pattern in FOLDERS for path in sorted(ROOT.glob(pattern))]
+    return [str(path.relative_to(ROOT)) for path in paths if FOR_A_GPU.search(path.read_text(encoding="utf-8"))]
 
 
 def run(report: Path, more: list[str]) -> int:

@@ -1,20 +1,23 @@
-"""Holds files to 600 lines and functions to 80, which a screen shows: ``make lint`` runs it."""
+"""Holds files to 600 lines, functions to 80, which a screen shows, and folders to 16 files: ``make lint`` runs it."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_FILE, OF_A_FUNCTION = 600, 80
 """Lines, at most."""
+OF_A_FOLDER = 16
+"""Files of source, at most, without those of folders in it; tests are not counted."""
 
-FOLDERS = ("shadowkv", "scripts", "csrc", "tests")
+FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness", "csrc", "tests")
 FILES_ALONE = "tests/"
-"""Functions of this folder are not measured."""
+"""Functions and folders of this one are not measured."""
 
 EXCEPTIONS = {
     "shadowkv/engine/config.py: EngineConfig.add_arguments": "a list of flags, which has no parts",
@@ -51,11 +54,11 @@ def python_functions(text: str) -> Iterator[tuple[str, int]]:
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
     """The same of C++ and CUDA: braces behind parentheses, in nothing but namespaces and types, whose names are left
     out. Raises ValueError where braces do not match."""
-    text = NO_CODE.sub(lambda found: " " + "\n" * found[0].count("\n"), text)
+    text = NO_CODE.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
     opened: list[tuple[str, int]] = []  # what braces that are open hold, and where their declarations begin
     start = 0
-    for found in re.finditer("[{};]", text):
-        sign, end = found[0], found.end()
+    for match in re.finditer("[{};]", text):
+        sign, end = match[0], match.end()
         head, outside = text[start : end - 1], all(kind == "scope" for kind, _ in opened)
         kind = ""
         if sign == "{":
@@ -69,8 +72,8 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
             kind, began = opened.pop()
             outside = all(other == "scope" for other, _ in opened)
             if outside and kind == "function":
-                whole = ATTRIBUTES.sub("", text[began:end]).strip()
-                yield re.findall(r"([\w~]+)\s*\(", whole)[0], whole.count("\n") + 1
+                definition = ATTRIBUTES.sub("", text[began:end]).strip()
+                yield re.findall(r"([\w~]+)\s*\(", definition)[0], definition.count("\n") + 1
         if outside and (sign == ";" or kind == "scope" or (sign == "}" and kind == "function")):
             start = end
     if opened:
@@ -82,7 +85,7 @@ FUNCTIONS = {".py": python_functions, **dict.fromkeys((".cu", ".cuh", ".cpp", ".
 
 def too_long(root: Path, exceptions: Mapping[str, str]) -> list[str]:
     """What is longer than it may be, and exceptions that nothing needs, a line each."""
-    found: list[str] = []
+    problems: list[str] = []
     needed: set[str] = set()
     for file in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*")):
         functions = FUNCTIONS.get(file.suffix)
@@ -90,26 +93,38 @@ def too_long(root: Path, exceptions: Mapping[str, str]) -> list[str]:
             continue
         path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
         if (lines := len(text.splitlines())) > OF_A_FILE:
-            found.append(f"{path}: {lines} lines, more than {OF_A_FILE}")
+            problems.append(f"{path}: {lines} lines, more than {OF_A_FILE}")
         try:
-            long = [one for one in functions(text) if one[1] > OF_A_FUNCTION and not path.startswith(FILES_ALONE)]
+            long = [(name, lines) for name, lines in functions(text) if lines > OF_A_FUNCTION]
+            long = [] if path.startswith(FILES_ALONE) else long
         except ValueError as error:
-            found.append(f"{path}: {error}")
+            problems.append(f"{path}: {error}")
             continue
         needed |= {f"{path}: {name}" for name, _ in long}
-        found += [
+        problems += [
             f"{path}: {name} has {lines} lines, more than {OF_A_FUNCTION}"
             for name, lines in long
             if f"{path}: {name}" not in exceptions
         ]
-    return found + [f"{name} needs no exception" for name in exceptions if name not in needed]
+    return problems + [f"{name} needs no exception" for name in exceptions if name not in needed]
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders with too many files, a line each."""
+    sources = (file for folder in FOLDERS if f"{folder}/" != FILES_ALONE for file in (root / folder).rglob("*"))
+    counts = Counter(file.parent.relative_to(root).as_posix() for file in sources if file.suffix in FUNCTIONS)
+    return [
+        f"{folder}: {count} files, more than {OF_A_FOLDER}: which of them are a room of their own?"
+        for folder, count in sorted(counts.items())
+        if count > OF_A_FOLDER
+    ]
 
 
 def main() -> int:
     """Command line; returns the exit status."""
-    found = too_long(ROOT, EXCEPTIONS)
-    print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
-    return 1 if found else 0
+    problems = too_long(ROOT, EXCEPTIONS) + crowded(ROOT)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

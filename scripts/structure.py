@@ -12,7 +12,7 @@ import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "structure.md"
-FOLDERS = ("shadowkv", "scripts")
+FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness")
 INTRODUCTION = """# Structure
 
 How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
@@ -20,7 +20,8 @@ How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler`
 Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
 `kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
 there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
-`models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`.
+`models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
+`robustness/` breaks what it can, `scripts/` is what a developer runs.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
 from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers
@@ -30,7 +31,8 @@ from admission on. Exact pages, sealed pages and the host tier share one set of 
 
 An op is a folder with a file for each backend: `reference.py`, in PyTorch, which takes every case, and those that the
 table names, which say what they take (`supports`) where that is not all. CUDA without a source in `csrc/` is PyTorch's
-own kernels. More tests of CUDA and Triton are in `tests/ops`.
+own kernels. An engine has one `Ops`, the backends chosen for it, which its layers, its cache and its sampler call
+(`give_ops` in `engine/startup/loading.py`). More tests of CUDA and Triton are in `tests/ops`.
 """
 MODULES = """
 One line per module, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.caches import figures, open_cache, prefill
+from shadowkv.eval.running.caches import figures, open_cache, prefill
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.loader import LoadedModel

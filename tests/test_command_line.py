@@ -9,7 +9,7 @@ import pytest
 
 from shadowkv import cli
 from shadowkv.command_line import one_line
-from shadowkv.eval.policies import local_policies
+from shadowkv.eval.records.policies import local_policies
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.wording import SettingsError
 

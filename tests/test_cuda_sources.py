@@ -20,7 +20,7 @@ import pytest
 CSRC = Path(__file__).parent.parent / "csrc"
 BUILDER = runpy.run_path(str(CSRC / "build_cuda.py"))
 NVCC = BUILDER["find_nvcc"]()
-SOURCES = {op: CSRC / f"bindings/{op}.cu" for op in BUILDER["ops"]()}
+SOURCES = BUILDER["bindings"]()
 SOURCES["attend_codecs"] = CSRC.parent / "tests/ops/own_codecs/attend_codecs.cu"
 TUNED_FOR = "sm_90a"
 LONGEST = ("attend_latents_sm90", TUNED_FOR)

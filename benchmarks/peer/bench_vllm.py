@@ -1,13 +1,13 @@
-"""vLLM's figures for Llama-3.1-8B's shapes with dummy weights, in the columns of ``scripts/*_sweep.py``.
+"""vLLM's figures for Llama-3.1-8B's shapes with dummy weights, in the columns of the sweeps' files.
 
 Prompt lengths go to ``prefill.csv``, cases of requests at once to ``mixed.csv``, batches that only decode (their keys
 and values are made up) to ``decode.csv``, prompts that come again to ``reuse.csv``. What needs the same engine shares
 one, in a process of its own. Rows that are there are not measured again.
 
-    python3 bench_vllm.py --contexts 61440,124928 --cases 256x1024+256 64x8192+128 48x61184+512 --out results
-    python3 bench_vllm.py --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
-    python3 bench_vllm.py --kv fp8 --decode 30x61440 14x124928 --out results
-    python3 bench_vllm.py --reuse --reuse-off --offload-gib 40 --trace-gib 24 --out results
+    python3 -m benchmarks.peer.bench_vllm --contexts 61440,124928 --cases 256x1024+256 64x8192+128 --out results
+    python3 -m benchmarks.peer.bench_vllm --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
+    python3 -m benchmarks.peer.bench_vllm --kv fp8 --decode 30x61440 14x124928 --out results
+    python3 -m benchmarks.peer.bench_vllm --reuse --reuse-off --offload-gib 40 --trace-gib 24 --out results
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent / "../../scripts"))  # packed, it lies beside this file
-
-from peer_drive import Driver
-from peer_model import ENVIRONMENT, reuse_settings, settings, token_bytes, write_model
-from peer_reuse import DOCUMENTS, ON_DEVICE, Shape, one_by_one, restored, shared, trace
-from sweep_rows import MIXED, PREFILL, REUSE, Rows
+from benchmarks.peer.peer_drive import Driver
+from benchmarks.peer.peer_model import ENVIRONMENT, reuse_settings, settings, token_bytes, write_model
+from benchmarks.peer.peer_reuse import DOCUMENTS, ON_DEVICE, Shape, one_by_one, restored, shared, trace
+from benchmarks.sweeps.rows import MIXED, PREFILL, REUSE, Rows
 
 DECODE = ("engine", "kv", "quantization", "context", "batch"), ("step_ms", "decode_tokens_per_s")
 KINDS = {"prefill": PREFILL, "mixed": MIXED, "decode": DECODE, "reuse": REUSE}
@@ -43,6 +41,7 @@ REUSE_CASES = {
     "trace": {"trace": trace},
 }
 """Cases of reuse by the engine that they share."""
+MODULE = "benchmarks.peer.bench_vllm"
 ROOM = 256
 """Tokens of a sequence beside the longest prompt, where that only decodes."""
 
@@ -96,7 +95,7 @@ def main() -> int:
     for name in asked:
         if not asked[name]:
             continue
-        command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--engine", name]
+        command = [sys.executable, "-m", MODULE, *sys.argv[1:], "--engine", name]
         process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, start_new_session=True)
         try:
             well &= process.wait(args.timeout) == 0
@@ -167,7 +166,11 @@ def about(config: Any) -> dict[str, Any]:
         "offload_gib": config.cache_config.kv_offloading_size,
         "torch": torch.__version__,
     }
-    return {"command": shlex.join(sys.argv), "device": torch.cuda.get_device_name(), "spec": json.dumps(spec)}
+    return {
+        "command": shlex.join(["-m", MODULE, *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "spec": json.dumps(spec),
+    }
 
 
 def measure(args: argparse.Namespace, driver: Driver, row: dict[str, Any]) -> None:

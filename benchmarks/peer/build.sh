@@ -16,6 +16,9 @@ rm -rf vllm/vllm_flash_attn/_vllm_fa2_C* vllm/vllm-rs vllm/_flashmla* vllm/_qutl
   vllm/third_party/fmha_sm100 vllm/third_party/deep_gemm/include vllm/third_party/deep_gemm/_C.cpython-31{0,1,3,4}* \
   vllm/entrypoints/serve/instrumentator/static ./*.data pycountry/locales
 cd "$out"
-cp "$here"/*.py "$here"/../../scripts/{sweep_rows,chat_trace}.py .
-tar czf - site ./*.py | split -b 60000000 -d -a 2 - parts/p.
+mkdir -p benchmarks
+for part in __init__ peer/{__init__,bench_vllm,peer_drive,peer_model,peer_reuse} sweeps/{__init__,rows} prefix_cache/{__init__,chat_trace}; do
+  mkdir -p "benchmarks/$(dirname "$part")" && cp "$here/../$part.py" "benchmarks/$part.py"
+done
+tar czf - site benchmarks | split -b 60000000 -d -a 2 - parts/p.
 ls -l parts

@@ -1,4 +1,4 @@
-"""Requests through a vLLM engine, and the figures of the cases, as ``prefill_sweep.py`` and ``mixed_sweep.py`` define
+"""Requests through a vLLM engine, and the figures of the cases, as the sweeps ``prefill`` and ``mixed`` define
 them."""
 
 from __future__ import annotations

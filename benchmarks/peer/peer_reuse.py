@@ -1,4 +1,4 @@
-"""What prompts cost that a vLLM engine computed before, as ``reuse_sweep.py`` defines the figures."""
+"""What prompts cost that a vLLM engine computed before, as ``benchmarks.prefix_cache.reuse`` defines the figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from chat_trace import ChatTrace, TraceShape
-from peer_drive import LARGEST_ID, Driver
+
+from benchmarks.peer.peer_drive import LARGEST_ID, Driver
+from benchmarks.prefix_cache.chat_trace import ChatTrace, TraceShape
 
 HITS = 5
 """Requests that count where they come one after the other."""

@@ -41,15 +41,15 @@ def figures(records: Sequence[Record], clients: int, start: float, end: float) -
 
     ``clients`` is the number of requests that are in flight together; figures that nothing was measured for are None.
     """
-    done = [one for one in records if one.done]
+    done = [record for record in records if record.done]
     seconds = max(end - start, 1e-9)
-    inputs = sum(one.input_tokens for one in done)
-    outputs = sum(one.tokens for one in records)
-    begun = [one for one in records if one.chunks]
-    found: dict[str, Any] = {
+    inputs = sum(record.input_tokens for record in done)
+    outputs = sum(record.tokens for record in records)
+    begun = [record for record in records if record.chunks]
+    summary: dict[str, Any] = {
         "completed": len(done),
-        "failed": sum(one.error is not None for one in records),
-        "interrupted": sum(not one.done and one.error is None for one in records),
+        "failed": sum(record.error is not None for record in records),
+        "interrupted": sum(not record.done and record.error is None for record in records),
         "duration": seconds,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
@@ -57,25 +57,27 @@ def figures(records: Sequence[Record], clients: int, start: float, end: float) -
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
     }
-    found |= _spread("ttft", [one.chunks[0] - one.sent for one in begun])
-    found |= _spread("tpot", [(one.chunks[-1] - one.chunks[0]) / (one.tokens - 1) for one in done if one.tokens > 1])
-    found |= _spread("itl", [gap for one in begun for gap in np.diff(one.chunks)])
+    summary |= _spread("ttft", [record.chunks[0] - record.sent for record in begun])
+    summary |= _spread(
+        "tpot", [(record.chunks[-1] - record.chunks[0]) / (record.tokens - 1) for record in done if record.tokens > 1]
+    )
+    summary |= _spread("itl", [gap for record in begun for gap in np.diff(record.chunks)])
     spans = decode_only(records, clients)
     decoded = sum(_tokens_within(records, *span) for span in spans)
     together = sum(last - first for first, last in spans)
-    found["decode_only_seconds"] = together
-    found["decode_only_throughput"] = decoded / together if together else None
-    return found
+    summary["decode_only_seconds"] = together
+    summary["decode_only_throughput"] = decoded / together if together else None
+    return summary
 
 
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
     """Spans of time in which ``clients`` requests had their first token and not their last, and none waited for one."""
     changes: list[tuple[float, int, int]] = []  # when, change of those that wait, of those that decode
-    for one in records:
-        if one.chunks:
-            changes += [(one.sent, 1, 0), (one.chunks[0], -1, 1), (one.chunks[-1], 0, -1)]
-        elif one.error is None:
-            changes.append((one.sent, 1, 0))
+    for record in records:
+        if record.chunks:
+            changes += [(record.sent, 1, 0), (record.chunks[0], -1, 1), (record.chunks[-1], 0, -1)]
+        elif record.error is None:
+            changes.append((record.sent, 1, 0))
     spans, waiting, decoding, begun = [], 0, 0, None
     for when, *change in sorted(changes):
         if begun is not None and when > begun:
@@ -88,10 +90,10 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
     """Tokens that came after ``start``, until ``end``; those of an answer are spread evenly over its pieces."""
     count = 0.0
-    for one in records:
-        if one.chunks:
-            first, last = np.searchsorted(one.chunks, (start, end), side="right")
-            count += (last - first) * one.tokens / len(one.chunks)
+    for record in records:
+        if record.chunks:
+            first, last = np.searchsorted(record.chunks, (start, end), side="right")
+            count += (last - first) * record.tokens / len(record.chunks)
     return count
 
 

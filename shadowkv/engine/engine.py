@@ -88,6 +88,9 @@ class EngineStats:
 class Engine:
     """A model (``loaded``, if it is loaded already), its KV cache and the requests in flight; not thread-safe.
 
+    Args:
+        backends: backends of ops, by name, for tests and comparisons; all others are chosen.
+
     Attributes:
         cache, runner, scheduler: the parts that compute, and that decide what is computed.
         prefills, decode_steps: the work in progress.
@@ -96,25 +99,33 @@ class Engine:
     another rank cannot start.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel | None = None, *, backends: Mapping[str, str] | None = None
+    ) -> None:
         self.config = config
         check_disk_dir(config)
         asked = sampling_of_directory(config.generation_config)
-        if config.tensor_parallel_size > 1 and loaded is not None:
-            reason = "a model that is loaded whole cannot be cut up: tensor_parallel_size must be 1 with it"
-            raise SettingsError(reason, ["tensor_parallel_size"])
+        if config.tensor_parallel_size > 1 and (loaded is not None or backends):
+            reason = "a model that is loaded whole cannot be cut up" if loaded else "other ranks choose their backends"
+            raise SettingsError(f"{reason}: tensor_parallel_size must be 1 with it", ["tensor_parallel_size"])
         self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
         self.device = device_of(config.device) if self._ranks is None else self._ranks.device
         with ExitStack() as stack:
             if self._ranks is not None:
                 stack.callback(self._ranks.close)
-            self._build(config, loaded, asked)
+            self._build(config, loaded, asked, backends)
             stack.pop_all()
 
-    def _build(self, config: EngineConfig, loaded: LoadedModel | None, asked: Mapping[str, float] | None) -> None:
+    def _build(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel | None,
+        asked: Mapping[str, float] | None,
+        backends: Mapping[str, str] | None,
+    ) -> None:
         with current(self.device):
             if self._ranks is None:
-                loaded, self.cache, self.notes = load_engine_parts(config, loaded)
+                loaded, self.cache, self.notes = load_engine_parts(config, loaded, backends=backends)
                 self.runner = Runner(loaded.model, self.cache, graphs_up_to(config, self.cache))
             else:
                 loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)

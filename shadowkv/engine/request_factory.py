@@ -11,7 +11,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.engine.startup.prefix_cache import Origin
 from shadowkv.engine.structured.grammar import GrammarCompiler
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.device.matches import Prompt
 from shadowkv.prefix_cache.page_names import PageNames

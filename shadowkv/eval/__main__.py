@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.eval.arguments import parser
-from shadowkv.eval.checks import check
+from shadowkv.eval.arguments import check, parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,31 +1,34 @@
-"""What ``shadowkv eval`` does once its flags are read: loads a model or queries a server, and runs a suite."""
+"""What ``shadowkv eval`` does once its flags are read: loads a model or queries a server, answers what has no answer
+yet, line by line, and makes the summaries from everything there is."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval import ablations
 from shadowkv.eval.fidelity import command as fidelity
-from shadowkv.eval.fidelity.exact_tails import with_exact_tails
-from shadowkv.eval.fidelity.texts import CODE
-from shadowkv.eval.forks import Forks
-from shadowkv.eval.haystack import haystack
-from shadowkv.eval.policies import Policy, local_policies, served_policy
-from shadowkv.eval.remote import Remote
-from shadowkv.eval.run import Answerer, command_line, run, write_config
-from shadowkv.eval.tasks import SUITES
-from shadowkv.eval.texts import source_versions
-from shadowkv.eval.tokenizers import load_tokenizer
+from shadowkv.eval.fidelity.follow import with_exact_tails
+from shadowkv.eval.fidelity.prompts import CODE
+from shadowkv.eval.prompts.texts import haystack, source_versions
+from shadowkv.eval.provenance import command_line, write_config
+from shadowkv.eval.records.policies import Policy, local_policies, served_policy
+from shadowkv.eval.records.predictions import Prediction, PredictionFile, Sample
+from shadowkv.eval.reports.ablation import write_score_ablation
+from shadowkv.eval.reports.outputs import write_outputs
+from shadowkv.eval.running.local import Forks
+from shadowkv.eval.running.remote import Remote, load_tokenizer
+from shadowkv.eval.suites.registry import SUITES
 from shadowkv.models.loader import LoadedModel
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
 """Flags that every suite has, and that must be the same in every run that adds to ``--out``."""
@@ -57,7 +60,7 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
     write_config(args.out, settings, policies, command)
     predictions = run(answerer, samples, policies, args.out, model)
     if args.vary:
-        ablations.of_scores(args.vary.field, predictions, model, args.out)
+        write_score_ablation(args.vary.field, predictions, model, args.out)
     print((args.out / "summary.md").read_text(encoding="utf-8"))
 
 
@@ -75,7 +78,7 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     leading = load_from_config(_config(args, need, None)) if args.unquantized_reference else None
     measured = fidelity.measure(args, loaded, policies, prompts, model, leading)
     if args.vary:
-        ablations.of_divergence(args.vary.field, measured, model, args.prompt_tokens, args.out)
+        fidelity.write_divergence_ablation(args.vary.field, measured, model, args.prompt_tokens, args.out)
     print((args.out / "summary.md").read_text(encoding="utf-8"))
 
 
@@ -127,5 +130,42 @@ def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy]
 
 def _plain(value: object) -> object:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     return str(value) if isinstance(value, Path) else value
+
+
+class Answerer(Protocol):
+    """A local model or a server."""
+
+    def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
+        """Predictions of the requested policies, as they arrive."""
+
+
+def run(
+    answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str
+) -> list[Prediction]:
+    """Answers what ``folder`` has no answers to yet; however it ends, even by an interrupt, summaries are up to date.
+
+    Returns all answers that the folder has.
+    """
+    file = PredictionFile(folder / "predictions.jsonl")
+    answered = file.answered()
+    work: list[tuple[Sample, list[Policy]]] = []
+    for sample in samples:
+        name = (sample.task, sample.length, sample.id)
+        missing = [policy for policy in policies if (name, policy.label) not in answered]
+        if missing:
+            work.append((sample, missing))
+    total = len(samples) * len(policies)
+    unanswered = sum(len(missing) for _, missing in work)
+    bar = tqdm(total=total, initial=total - unanswered, unit="answer", smoothing=0)
+    try:
+        for prediction in answerer.answers(work):
+            file.append(prediction)
+            bar.set_postfix_str(f"{prediction.task} {prediction.length} {prediction.policy} {prediction.score:.2f}")
+            bar.update()
+    finally:
+        bar.close()
+        if file.predictions:
+            write_outputs(file.predictions, model, folder)
+    return file.predictions

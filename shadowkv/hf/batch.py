@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
@@ -22,7 +23,7 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.apply_rope.reference import rope_by
 
 
@@ -121,8 +122,8 @@ class Batch:
             prefill = cache.prefill_batch(self._admit(cache, counts))
             size = BLOCK_TOKENS[cache.device.type]
             starts = range(0, prefill.num_tokens, size)
-            found = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
-            blocks = [(block, slice(block.start, block.stop)) for block in found]
+            prefill_blocks = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(block, slice(block.start, block.stop)) for block in prefill_blocks]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)
@@ -167,6 +168,7 @@ class Batch:
             # The first one's spare states are those of all segments that it may have; the others need as many.
             slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.learns else rows,
             memory=Blocks({kind: rows * need[kind] for kind in layout.paged}) + Blocks(device=rows * outliers),
+            ops=choose_ops(layout, self.config.rope, device),
             device=device,
         )
 

@@ -19,7 +19,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.registry import config_from_hf
+from shadowkv.models.families.registry import config_from_hf
 
 ATTENTION = "shadowkv"
 """What ``attn_implementation`` is to be, so that a model attends by its ``ShadowKVCache``."""

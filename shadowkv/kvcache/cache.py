@@ -10,14 +10,13 @@ is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.case import case_of
 from shadowkv.kvcache.decode.attention import SelectionHook
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
@@ -51,8 +50,8 @@ class KVCache:
         rope: the model's RoPE; queries and keys are passed in before it.
         slots: sequences that can be held at once, running or finished.
         memory: blocks of the tiers of pages.
+        ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
         device: where attention is computed.
-        backends: backends of ops, by name, where they are not to be chosen from the arguments above.
 
     Attributes:
         groups: its groups of layers.
@@ -67,13 +66,13 @@ class KVCache:
         *,
         slots: int,
         memory: Blocks,
+        ops: Ops,
         device: torch.device | str = "cpu",
-        backends: Mapping[str, str] | None = None,
     ) -> None:
         self.layout, self.slots, self.device = layout, slots, torch.device(device)
         self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
         self.max_model_len = layout.max_model_len
-        self.ops = Ops(self.device, case_of(layout, rope, self.device), backends)
+        self.ops = ops
         rotary = RotaryTables(rope, self.max_model_len, self.device)
         sparse = self.spec.prefill == "sparse"
         self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None

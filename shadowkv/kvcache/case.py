@@ -1,6 +1,8 @@
-"""What a cache's ops will be called with, for the choice of their backends."""
+"""What an engine's ops will be called with, as its cache and policy determine it, and the choice of their backends."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -10,9 +12,8 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import block_memory
+from shadowkv.ops.registry import Ops
 
-OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
-OF_LOGITS = ("sample_tokens",)
 OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = (
     *("append_block", "append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention"),
@@ -21,18 +22,39 @@ OF_TOKENS = (
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_SEALED_PAGES`` only where it seals.
 Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is sealed."""
+OF_WINDOWS = ("causal_window_attention", "paged_window_attention")
+"""Ops that layers with a window call."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
-def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
-    """The case of sequences up to the longest one of ``layout``."""
+def choose_ops(
+    layout: Layout,
+    rope: RopeConfig,
+    device: torch.device | str,
+    also: Iterable[str] = (),
+    backends: Mapping[str, str] | None = None,
+) -> Ops:
+    """The ops of an engine: for a cache of ``layout``, and for what else calls some.
+
+    Args:
+        also: names of the ops that a model's layers and a sampler call.
+        backends: backends of ops, by name, where they are not to be chosen; raises ValueError as ``Ops`` does.
+    """
+    device = torch.device(device)
+    return Ops(device, case_of(layout, rope, device, also), backends)
+
+
+def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
+    """The case of sequences up to the longest one of ``layout``, whose cache's ops are called and ``also`` others."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
-    ops, pages = {*OF_LAYERS, *OF_LOGITS, *OF_TOKENS}, 0
+    keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS}, 0
     if spec.prefill == "sparse":
         ops |= {*OF_BLOCKS}
     if spec.seals:
         ops |= {*OF_SEALED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
         pages = spec.sealed_pages(layout.max_model_len)
+    if any(group.window is not None for group in layout.groups):
+        ops |= {*OF_WINDOWS}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(
@@ -44,8 +66,9 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
         rope_dim=rope.dim,
         interleaved=rope.interleaved,
         chunk=spec.chunk,
-        rank=layout.parts.keys.rank,
-        key_codec=layout.parts.keys.codec_id,
+        rank=keys.rank,
+        latent_width=keys.page_fields()[0].shape[-1] if keys.rank else 0,
+        key_codec=keys.codec_id,
         value_codec=layout.parts.values.codec_id,
         centred=spec.centred,
         mass=spec.mass is not None,

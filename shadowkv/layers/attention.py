@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.projection import projection
-from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):
@@ -48,8 +47,7 @@ class Attention(nn.Module):
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         if spec.qk_norm:
             self.query_norm, self.key_norm = (
-                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
-                for _ in range(2)
+                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device) for _ in range(2)
             )
         else:
             self.query_norm = self.key_norm = None

@@ -1,4 +1,4 @@
-"""A matrix that stays in a GGUF file's blocks of quantised numbers, in runs of rows that may differ in format."""
+"""Matrices and projections in a GGUF file's blocks of quantised numbers, in runs of rows that may differ in format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shadowkv.layers.computing import Computing
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
-from shadowkv.ops.registry import Ops
-
-OPS = ("dequantise_blocks", "quantised_matmul")
-"""Ops that it calls."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class Run:
     form: str | None
 
 
-class BlockMatrix(nn.Module):
-    """W [N, K]. Its rows are uninitialised until a loader fills them.
+class BlockMatrix(Computing):
+    """W [N, K], which stays in blocks. Its rows are uninitialised until a loader fills them.
 
     Args:
         columns: K, whole blocks of every run.
@@ -42,13 +39,13 @@ class BlockMatrix(nn.Module):
         parts: one per run, uint8 [rows, bytes] in blocks or [rows, K].
     """
 
-    def __init__(
-        self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device, ops: Ops
-    ) -> None:
+    calls = ("dequantise_blocks", "quantised_matmul")
+
+    def __init__(self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         grouped = groupby(runs, lambda run: run.form)
         self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
-        self.columns, self.dtype, self.ops = columns, dtype, ops
+        self.columns, self.dtype = columns, dtype
         self.parts = nn.ParameterList(self._empty(run, device) for run in self.runs)
 
     def _empty(self, run: Run, device: torch.device) -> nn.Parameter:
@@ -87,3 +84,36 @@ class BlockMatrix(nn.Module):
         (part,), (run,) = self.parts, self.runs
         rows = part[index]
         return rows if run.form is None else self.ops.dequantise_blocks(rows, run.form).to(self.dtype)
+
+
+class BlockLinear(nn.Module):
+    """y = x Wᵀ + b over packed tokens, with W in blocks. The weights are uninitialised until a loader fills them."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        runs: Iterable[Run],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.out_features = out_features
+        self.weight = BlockMatrix(in_features, runs, dtype=dtype, device=device)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+        else:
+            self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
+        return self.rows(x, 0, self.out_features)
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
+        product: Tensor = self.weight(x, start, stop)
+        return product if self.bias is None else product.add_(self.bias[start:stop])

@@ -8,9 +8,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
-from shadowkv.layers.mlp import MLP
+from shadowkv.layers.computing import Computing
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.spec import LayerSpec, projection
+
+
+class MLP(Computing):
+    """Gated MLP (SwiGLU, arXiv:2002.05202): down(silu(gate(x)) * up(x)), gate and up joined in one matrix product."""
+
+    calls = ("silu_mul",)
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.group = spec.group
+        self.gate_up = projection(spec, "mlp.gate_up", spec.hidden_size, 2 * spec.intermediate_size)
+        self.down = projection(spec, "mlp.down", spec.intermediate_size, spec.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return self.group.sum(self.down(self.ops.silu_mul(self.gate_up(x))))
 
 
 class DecoderLayer(nn.Module):
@@ -28,7 +44,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
 
         self.attention_norm = norm()
         self.attention = Attention(spec, layer)

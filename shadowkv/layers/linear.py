@@ -1,10 +1,16 @@
-"""Linear projection whose weight may join several projections, with access to a run of its output rows."""
+"""Linear projections, which may join several, with access to a run of their output rows: plain, or in 8-bit floats."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from shadowkv.layers.computing import Computing
+from shadowkv.ops.quantise_tokens.reference import FP8
+
+SCALE = "_scale"
+"""Suffix that turns a quantised weight's name into that of its scales."""
 
 
 class Linear(nn.Module):
@@ -31,3 +37,41 @@ class Linear(nn.Module):
         """Outputs ``start`` to ``stop`` only: [..., in_features] -> [..., stop - start]; no weight is copied."""
         bias = None if self.bias is None else self.bias[start:stop]
         return F.linear(x, self.weight[start:stop], bias)
+
+
+class FP8Linear(Computing):
+    """y = x Wᵀ + b over packed tokens, of weights in 8-bit floats, with a scale for every output row, and activations
+    quantised per token. The weights are uninitialised until a loader fills them.
+
+    Attributes:
+        weight: float8_e4m3fn [out_features, in_features].
+        weight_scale: float32 [out_features, 1].
+    """
+
+    calls = ("quantise_tokens", "scaled_matmul")
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+
+        def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.weight = empty(out_features, in_features, dtype=FP8)
+        self.weight_scale = empty(out_features, 1, dtype=torch.float32)
+        self.bias = empty(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
+        return self.rows(x, 0, len(self.weight))
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
+        codes, scale = self.ops.quantise_tokens(x)
+        bias = None if self.bias is None else self.bias[start:stop]
+        product: Tensor = self.ops.scaled_matmul(
+            codes, scale, self.weight[start:stop], self.weight_scale[start:stop], bias, x.dtype
+        )
+        return product

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shadowkv.ops.registry import Ops
+from shadowkv.layers.computing import Computing
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Computing):
     """x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+    calls = ("add_rms_norm", "rms_norm")
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
-        self.eps, self.ops = eps, ops
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size] in the dtype of x."""

@@ -1,4 +1,4 @@
-"""LayerSpec: the sizes and switches of a decoder layer, as the layers need them."""
+"""LayerSpec: the sizes and switches of a decoder layer, as layers need them, and the projections that it selects."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.layers.block_matrix import Run
+from shadowkv.layers.block_matrix import BlockLinear, Run
 from shadowkv.layers.group import Group
-from shadowkv.ops.registry import Ops
+from shadowkv.layers.linear import FP8Linear, Linear
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class LayerSpec:
         runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.
         dtype: of every weight that is not quantised.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
-        ops: the ops that the layers compute with.
         group: the ranks whose outputs are summed; sizes are those of this one's part.
     """
 
@@ -46,5 +45,17 @@ class LayerSpec:
     runs: Mapping[str, tuple[Run, ...]]
     dtype: torch.dtype
     device: torch.device
-    ops: Ops
     group: Group
+
+
+Projection = Linear | FP8Linear | BlockLinear
+
+
+def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
+    """A projection whose weights are quantised where the spec says so; ``name`` is its name within the layer."""
+    dtype, device = spec.dtype, spec.device
+    if spec.quantization == "fp8":
+        return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
+    if runs := spec.runs.get(f"{name}.weight"):
+        return BlockLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device)
+    return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

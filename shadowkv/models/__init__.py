@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from shadowkv.models.config import ModelConfig
-from shadowkv.models.decode_stream import DecodeStream
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel, load_config, load_model
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import DecodeStream, Tokenizer
 
 __all__ = ["DecodeStream", "Decoder", "LoadedModel", "ModelConfig", "Tokenizer", "load_config", "load_model"]

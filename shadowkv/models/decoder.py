@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
+from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import DecoderLayer
-from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.layers.linear import SCALE
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.registry import Ops
 
@@ -24,8 +25,9 @@ from shadowkv.ops.registry import Ops
 class Decoder(nn.Module):
     """A decoder-only model over packed tokens; its layers are run by the engine, one after the other.
 
-    The weights are uninitialised until a loader fills them. On the ``meta`` device nothing is allocated, which is
-    enough for ``num_parameters`` and ``num_bytes``.
+    The weights are uninitialised until a loader fills them, and there are no ops to compute with until an engine gives
+    it its own (``use``). On the ``meta`` device nothing is allocated, which is enough for ``num_parameters`` and
+    ``num_bytes``.
 
     Args:
         config: the model.
@@ -51,7 +53,6 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = torch.device(device)
         self.group = group
-        ops = Ops("cpu" if self.device.type == "meta" else self.device)
         spec = LayerSpec(
             shape=config.shape,
             hidden_size=config.hidden_size,
@@ -65,22 +66,31 @@ class Decoder(nn.Module):
             runs={},
             dtype=dtype,
             device=self.device,
-            ops=ops,
             group=group,
         )
-        self.embedding = self._table(runs.get("embedding"), ops)
+        self.embedding = self._table(runs.get("embedding"))
         self.layers = nn.ModuleList(
             DecoderLayer(replace(spec, runs=_within(f"layers.{layer}.", runs)), layer)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device, ops=ops)
-        self.head = None if config.tie_word_embeddings else self._table(runs.get("head"), ops)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device)
+        self.head = None if config.tie_word_embeddings else self._table(runs.get("head"))
 
-    def _table(self, runs: tuple[Run, ...] | None, ops: Ops) -> nn.Parameter | BlockMatrix:
+    def _table(self, runs: tuple[Run, ...] | None) -> nn.Parameter | BlockMatrix:
         if runs is not None:
-            return BlockMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device, ops=ops)
+            return BlockMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device)
         size = (vocabulary_rows(self.config, self.group.size), self.config.hidden_size)
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    @property
+    def called_ops(self) -> frozenset[str]:
+        """Names of the ops that the layers call."""
+        return frozenset(name for module in self._computing() for name in module.calls)
+
+    def use(self, ops: Ops) -> None:
+        """Makes the layers compute with ``ops``, those of the engine that runs them from now on."""
+        for module in self._computing():
+            module.ops = ops
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
@@ -90,8 +100,8 @@ class Decoder(nn.Module):
             return F.embedding(token_ids, self.embedding)
         rows = token_ids - self.group.rank * len(self.embedding)
         here = (rows >= 0) & (rows < len(self.embedding))
-        found = F.embedding(torch.where(here, rows, 0), self.embedding)
-        return self.group.sum(found * here.unsqueeze(-1))
+        embedded = F.embedding(torch.where(here, rows, 0), self.embedding)
+        return self.group.sum(embedded * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on
@@ -135,6 +145,9 @@ class Decoder(nn.Module):
     def num_bytes_read(self) -> int:
         """Bytes of the weights that a decode step reads; of an embedding table that is not also the head, only rows."""
         return self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
+
+    def _computing(self) -> Iterator[Computing]:
+        return (module for module in self.modules() if isinstance(module, Computing))
 
     def _block_matrices(self) -> list[BlockMatrix]:
         return [module for module in self.modules() if isinstance(module, BlockMatrix)]

@@ -10,34 +10,31 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS
-from shadowkv.models.adapter import Adapter
-from shadowkv.models.byte_tokenizer import byte_tokenizer
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.checkpoints.adapter import Adapter
+from shadowkv.models.checkpoints.files import naming
+from shadowkv.models.checkpoints.fp8 import FP8Weights
+from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
+from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
-from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
-from shadowkv.models.fp8_format import FP8Format
-from shadowkv.models.fp8_weights import FP8Weights
-from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
-from shadowkv.models.gguf_config import config_from_gguf
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.gguf_weights import gguf_forms, gguf_shapes, stream_gguf
-from shadowkv.models.hf_fields import are_token_ids
-from shadowkv.models.overrides import overridden_config
-from shadowkv.models.quantization import REMEDY, read_quantization
-from shadowkv.models.registry import family
-from shadowkv.models.requirements import check_hardware, check_memory
-from shadowkv.models.safetensors_weights import SafetensorsWeights
+from shadowkv.models.directory import config_from_directory, read_sampling
+from shadowkv.models.families.registry import family
+from shadowkv.models.filling import block_runs, check_shapes, fill, fill_dummy, quantised
+from shadowkv.models.gguf.config import config_from_gguf
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
+from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import is_hub_id, resolve
-from shadowkv.models.stored import Stored
-from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
-from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
-from shadowkv.ops.registry import Ops
-from shadowkv.wording import SettingsError
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
+from shadowkv.ops.registry import choose
+from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
+from shadowkv.wording import GIB, OutOfMemory, SettingsError
 
 Runnable = Callable[[ModelConfig], ModelConfig]
 """Refuses a config that cannot run here; returns it as it will be run."""
@@ -77,7 +74,7 @@ def load_config(
     if path.suffix == ".gguf":
         config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
     else:
-        config, _ = _config_from_directory(path, max_model_len, hf_overrides)
+        config, _ = config_from_directory(path, max_model_len, hf_overrides)
     return _quantised(config, quantization)
 
 
@@ -140,8 +137,8 @@ def load_model(
     sampling = read_sampling(path) if path.is_dir() else {}
     files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    whole = config.quantization is None and group.size == 1
-    forms = dict(files.forms) if whole and _keeps_blocks(device) else {}
+    may_keep_blocks = config.quantization is None and group.size == 1
+    forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
     notes: tuple[str, ...] = ()
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
@@ -201,7 +198,7 @@ def _gguf(path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any]
 def _directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
 ) -> _Files:
-    config, kind = _config_from_directory(path, max_model_len, hf_overrides)
+    config, kind = config_from_directory(path, max_model_len, hf_overrides)
     config = runnable(config)
     tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
     in_fp8 = None if kind is None else FP8Weights(path, kind)
@@ -211,7 +208,7 @@ def _directory(
 
 def _keeps_blocks(device: torch.device) -> bool:
     """Whether weights stay in a GGUF file's blocks: on CPUs that have matrix products for them in C++."""
-    return device.type == "cpu" and Ops(device).backends["quantised_matmul"] != "reference"
+    return device.type == "cpu" and choose("quantised_matmul", device).backend != "reference"
 
 
 def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
@@ -231,29 +228,44 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         return dtype
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise SettingsError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}", ["dtype"])
-    return found
+    return named
 
 
-def _config_from_directory(
-    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
-) -> tuple[ModelConfig, FP8Format | None]:
-    """From config.json, and how it says the weights are stored; generation_config.json adds its eos tokens."""
-    file = path / "config.json" if path.is_dir() else path
-    if not is_there(file):
-        raise FileNotFoundError(f"{path} has no config.json")
-    hf = read_json(file)
-    kind = read_quantization(file, hf)
-    config = overridden_config(file, hf, max_model_len, hf_overrides)
-    with naming(file, OTHER_MODEL):
-        config = _quantised(config, None if kind is None else "fp8")
-    generation = file.with_name(GENERATION_CONFIG)
-    if path.is_dir() and is_there(generation):
-        eos = read_json(generation).get("eos_token_id")
-        stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
-            raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
-    return config, kind
+def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
+    """Raises SettingsError if weights cannot run as they are quantised: for whom, why, and what to do."""
+    reason = unfit(device, dtype) if quantization == "fp8" else None
+    if reason is not None:
+        raise SettingsError(f"{who} {reason}; {remedy}", ["dtype", "quantization"])
+
+
+def check_memory(outline: Decoder, device: torch.device) -> None:
+    """Raises MemoryError if the weights, wherever they come from, need more than is free.
+
+    Missing host memory would be granted, and the process killed while it is filled.
+    """
+    need, free = outline.num_bytes, free_bytes(device)
+    if need > free:
+        plain = sum(parameter.nbytes for parameter in outline.parameters() if parameter.dtype == torch.float32)
+        halved = need - plain // 2 <= free
+        advice = ("pass dtype='bfloat16', " if halved else "") + "use a smaller model or free memory"
+        raise OutOfMemory(
+            f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
+            f"{free / GIB:.2f} GiB are free; {advice}",
+            ["dtype"],
+        )
+
+
+def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model cannot run there with fp8 weights and everything else in ``dtype``; None if it can."""
+    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*LEAST_CAPABILITY)
+    if device.type != "cuda":
+        return f"{least}, and the device is {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"{least}, and {torch.cuda.get_device_name(device)} ({device}) has {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"fp8 goes with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
+    return None

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
-from shadowkv.models.fp8_format import FP8Format, fp8_format
-from shadowkv.models.registry import FAMILIES
+from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.checkpoints.fp8 import FP8Format, fp8_format
+from shadowkv.models.families.registry import FAMILIES
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where GPTQ, AWQ and ModelOpt put it before it had a place in config.json."""
@@ -42,8 +42,8 @@ def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
         file: its config.json; older repositories have a separate file beside it.
         hf: content of ``file``.
     """
-    found = fp8_format(hf.get(_PLACE))
-    if found is not None:
+    kind = fp8_format(hf.get(_PLACE))
+    if kind is not None:
         hf = {key: value for key, value in hf.items() if key != _PLACE}
     nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}
     for prefix, fields in {"": hf, **nested}.items():
@@ -53,7 +53,7 @@ def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
         for other in (file.with_name(name) for name in SEPARATE_FILES):
             if is_there(other):
                 _refuse(other, "its content", read_json(other), hf.get("model_type"))
-    return found
+    return kind
 
 
 def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | None = None) -> None:

@@ -16,11 +16,11 @@ from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import share
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.models.config import ModelConfig
-from shadowkv.models.stored import FP8Weight, Stored, dense
+from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored, dense
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.wording import SettingsError, counted
 
-Run = tuple[int, int]
+Span = tuple[int, int]
 """First number, and the one after the last."""
 
 INNER_MULTIPLE = 16
@@ -32,12 +32,12 @@ class Cut:
     """What a rank holds of a parameter.
 
     Attributes:
-        rows: runs of its rows, in the order in which the rank holds them.
-        columns: a run of its columns; None for all.
+        rows: spans of its rows, in the order in which the rank holds them.
+        columns: a span of its columns; None for all.
     """
 
-    rows: tuple[Run, ...]
-    columns: Run | None = None
+    rows: tuple[Span, ...]
+    columns: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Shard:
         _ = self.config  # raises for invalid sizes
 
     @property
-    def kv_heads(self) -> Run:
+    def kv_heads(self) -> Span:
         """The kv heads whose keys and values are here."""
         heads, size, rank = self.whole.num_kv_heads, self.size, self.rank
         if size <= heads:
@@ -77,7 +77,7 @@ class Shard:
         return head, head + 1
 
     @property
-    def query_heads(self) -> Run:
+    def query_heads(self) -> Span:
         """The query heads that attend to them."""
         group = self.whole.shape.group
         first, last = self.kv_heads
@@ -94,12 +94,12 @@ class Shard:
         return [stop - start for start, stop in (share(self.size, head, heads) for head in range(heads))]
 
     @property
-    def inner(self) -> Run:
+    def inner(self) -> Span:
         """The MLP's inner values that are computed here."""
         return share(self.whole.intermediate_size, self.rank, self.size, INNER_MULTIPLE)
 
     @property
-    def vocabulary(self) -> Run:
+    def vocabulary(self) -> Span:
         """Tokens whose embedding and logits are here: the same number as on every other rank, except the last ones."""
         each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
         return min(count, self.rank * each), min(count, (self.rank + 1) * each)
@@ -179,7 +179,7 @@ def vocabulary_rows(config: ModelConfig, size: int) -> int:
     return -(-config.vocab_size // size)
 
 
-def _part(stored: Tensor | FP8Weight, rows: slice, columns: Run | None) -> Tensor | FP8Weight:
+def _part(stored: Tensor | FP8Weight, rows: slice, columns: Span | None) -> Tensor | FP8Weight:
     across = slice(None) if columns is None else slice(*columns)
     if isinstance(stored, FP8Weight):
         scale = stored.scale if len(stored.scale) == 1 else stored.scale[rows]
@@ -187,9 +187,9 @@ def _part(stored: Tensor | FP8Weight, rows: slice, columns: Run | None) -> Tenso
     return stored[rows] if columns is None else stored[rows, across]
 
 
-def _times(run: Run, factor: int) -> Run:
-    return run[0] * factor, run[1] * factor
+def _times(span: Span, factor: int) -> Span:
+    return span[0] * factor, span[1] * factor
 
 
-def _moved(run: Run, by: int) -> Run:
-    return run[0] + by, run[1] + by
+def _moved(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by

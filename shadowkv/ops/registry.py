@@ -1,8 +1,9 @@
-"""Chooses the backend of every op, once, when an engine is built."""
+"""Chooses the backend of every op, once, where an engine is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -52,17 +53,63 @@ NAMES = (
 )
 
 PREFERENCE = {
-    "cuda": ("cuda", "cuda_fp8", "cuda_mixed", "cuda_selected", "triton", "triton_selected", "reference"),
+    "cuda": (
+        *("cuda_sm90", "cuda_sm90_flash", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_selected_sm90", "cuda_selected", "triton", "triton_selected", "reference"),
+    ),
     "cpu": ("cpu", "reference"),
 }
 """Backends by device type, fastest first; an op need not have all of them, but always has ``reference.py``."""
 
 
-class Ops:
-    """Every op as an attribute, from the fastest backend that this device has and that supports the case.
+@dataclass(frozen=True)
+class Choice:
+    """The backend of an op.
 
-    A backend may define ``available()``, whether it was built and runs here, and ``supports(case)``, the reasons why it
-    cannot serve a case, empty if it can. Once chosen, it handles the arguments of each call or raises.
+    Attributes:
+        backend: its name, that of its file in the op's folder.
+        function: the op.
+        synchronises: whether it makes the host wait for the device.
+        reasons: faster backends that are not used, and why: ``name: reason``.
+    """
+
+    backend: str
+    function: Callable[..., Any]
+    synchronises: bool
+    reasons: list[str]
+
+
+def choose(name: str, device: torch.device | str, case: Case | None = None, override: str | None = None) -> Choice:
+    """The fastest backend of the op ``name`` that ``device`` has and that supports ``case``, or the one that
+    ``override`` names. None for a case skips the check of what backends support. Raises ValueError as ``Ops`` does."""
+    kind = torch.device(device).type
+    if kind not in PREFERENCE:
+        raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
+    backends, passed_over = PREFERENCE[kind] if override is None else (override,), list[str]()
+    for backend in backends:
+        path = f"shadowkv.ops.{name}.{backend}"
+        if find_spec(path) is None:
+            continue
+        module = import_module(path)
+        available = getattr(module, "available", lambda: True)()
+        reasons = [] if available else ["not built, or does not run here"]
+        if not reasons and case is not None:
+            reasons = getattr(module, "supports", lambda case: [])(case)
+        if not reasons:
+            synchronises = getattr(module, "SYNCHRONISES", False)
+            return Choice(backend, getattr(module, name), synchronises, passed_over)
+        passed_over.append(f"{backend}: {'; '.join(reasons)}")
+    why = f": {'; '.join(passed_over)}" if passed_over else ""
+    raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
+
+
+class Ops:
+    """The ops of an engine, each as an attribute: made once, where it is loaded, for its model's layers, its cache and
+    its sampler.
+
+    Each comes from the fastest backend that the device has and that supports the case. A backend may define
+    ``available()``, whether it was built and runs here, and ``supports(case)``, the reasons why it cannot serve a case,
+    empty if it can. Once chosen, it handles the arguments of each call or raises.
 
     Args:
         device: where the ops will run.
@@ -90,37 +137,16 @@ class Ops:
         unknown = sorted(set(overrides) - set(NAMES))
         if unknown:
             raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
-        kind = torch.device(device).type
-        if kind not in PREFERENCE:
-            raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
         self.case, self.called = case, frozenset(NAMES) if case is None else case.ops
         self.backends: dict[str, str] = {}
         self.reasons: dict[str, list[str]] = {}
         self.synchronising: list[str] = []
         for name in NAMES:
-            self._choose(name, (overrides[name],) if name in overrides else PREFERENCE[kind])
-
-    def _choose(self, name: str, backends: tuple[str, ...]) -> None:
-        told = self.reasons[name] = []
-        for backend in backends:
-            path = f"shadowkv.ops.{name}.{backend}"
-            if find_spec(path) is None:
-                continue
-            module = import_module(path)
-            available = getattr(module, "available", lambda: True)()
-            reasons = [] if available else ["not built, or does not run here"]
-            if not reasons and self.case is not None and name in self.called:
-                reasons = getattr(module, "supports", lambda case: [])(self.case)
-            if reasons:
-                told.append(f"{backend}: {'; '.join(reasons)}")
-                continue
-            self.backends[name] = backend
-            if name in self.called and getattr(module, "SYNCHRONISES", False):
+            choice = choose(name, device, case if name in self.called else None, overrides.get(name))
+            self.backends[name], self.reasons[name] = choice.backend, choice.reasons
+            if name in self.called and choice.synchronises:
                 self.synchronising.append(name)
-            setattr(self, name, getattr(module, name))
-            return
-        why = f": {'; '.join(told)}" if told else ""
-        raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
+            setattr(self, name, choice.function)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

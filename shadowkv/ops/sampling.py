@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.ops.mix64 import mix64
-
 WORD = 0xFFFFFFFF
 MOST_BITS = 20
 """A chance is a multiple of 2**-20, or of a larger unit if the sum of all chances would take more than 31 bits."""
@@ -99,6 +97,13 @@ def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np
     """
     place = positions.astype(np.uint64) << np.uint64(32) | first.astype(np.uint64)
     return (mix64(mix64(seeds) ^ place) >> np.uint64(32)).astype(np.int64)
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """Bijective hashes of numbers, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 def mix(x: Tensor) -> Tensor:

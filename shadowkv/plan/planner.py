@@ -14,8 +14,21 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
-from shadowkv.plan.memory import SequenceBytes, sequence_bytes
 from shadowkv.wording import GIB
+
+
+@dataclass(frozen=True)
+class SequenceBytes:
+    """Bytes of one sequence on each tier, in whole blocks over all layers, including its state."""
+
+    device: int
+    host: int
+
+
+def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
+    """What a sequence owns whose prompt and output have ``context`` tokens in total."""
+    size = layout.tier_bytes(layout.demand(context, context))
+    return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])
 
 
 @dataclass(frozen=True)

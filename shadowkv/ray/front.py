@@ -1,26 +1,28 @@
-"""The front: accepts requests as a plain server does, and has replicas answer them."""
+"""The front: accepts requests as a plain server does, has replicas answer them, and merges their metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from starlette.types import Message, Receive, Scope, Send
 
-from shadowkv.ray.forwarded import ForwardedRequest, sendable
-from shadowkv.ray.metrics import merged
 from shadowkv.ray.prefixes import prefix_of
+from shadowkv.ray.router import ForwardedRequest, sendable
 from shadowkv.serve.app import add_middleware
 from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
@@ -41,6 +43,9 @@ ACCEPT_SECONDS = 60.0
 METRICS_SECONDS = 5.0
 RESPONSES_URL = "/v1/responses"
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
+
+LABEL = "replica"
+"""Label that each sample of the replicas' metrics gets."""
 
 
 def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settings: ServerSettings) -> Front:
@@ -81,8 +86,9 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
 def _any_running(app_name: str) -> bool:
     """Whether Ray Serve considers any replica healthy: it checks them every few seconds."""
-    found = serve.status().applications.get(app_name)
-    states = [] if found is None else [one.replica_states for one in found.deployments.values()]
+    application = serve.status().applications.get(app_name)
+    deployments = [] if application is None else application.deployments.values()
+    states = [deployment.replica_states for deployment in deployments]
     return any(counts.get("RUNNING", 0) for counts in states)
 
 
@@ -126,7 +132,7 @@ class Front:
     async def metrics(self) -> dict[str, bytes]:
         """Prometheus metrics of the replicas that answer, by replica."""
         try:
-            found = await self._handle.broadcast("metrics").results_async(
+            replies = await self._handle.broadcast("metrics").results_async(
                 timeout_s=METRICS_SECONDS, return_exceptions=True
             )
         except DeploymentUnavailableError:  # there are none
@@ -134,7 +140,7 @@ class Front:
         except TimeoutError as error:
             text = f"a replica has not told its metrics within {METRICS_SECONDS:g} s"
             raise ApiError(text, status=503, code="timeout") from error
-        return dict(one for one in found if not isinstance(one, BaseException))
+        return dict(reply for reply in replies if not isinstance(reply, BaseException))
 
     async def _prefix(self, scope: Scope, body: bytearray) -> tuple[int, ...]:
         if scope["method"] != "POST":
@@ -243,3 +249,33 @@ class _Answer:
         else:
             text = event_text(error.body(path), named=False) + "data: [DONE]\n\n"
         return text.encode()
+
+
+def merged(pages: Mapping[str, bytes], own: bytes) -> bytes:
+    """The pages of replicas as one, with the number of replicas.
+
+    Args:
+        pages: by replica.
+        own: the front's page; its samples get no label, and replace the replicas' samples of the same metrics.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Pages(pages, own))
+    return generate_latest(registry)
+
+
+class _Pages(Collector):
+    def __init__(self, pages: Mapping[str, bytes], own: bytes) -> None:
+        self._pages, self._own = pages, own
+
+    def collect(self) -> Iterator[Metric]:
+        replicas = GaugeMetricFamily("shadowkv:replicas", "Replicas that answer.")
+        replicas.add_metric([], len(self._pages))
+        yield replicas
+        own = {family.name: family for family in text_string_to_metric_families(self._own.decode())}
+        families: dict[str, Metric] = {}
+        for name, page in self._pages.items():
+            for family in text_string_to_metric_families(page.decode()):
+                merged_family = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    merged_family.samples.append(sample._replace(labels={**sample.labels, LABEL: name}))
+        yield from {**families, **own}.values()

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from shadowkv.engine.async_engine import EngineDead
 from shadowkv.engine.config import EngineConfig
-from shadowkv.ray.forwarded import ForwardedRequest
+from shadowkv.ray.router import ForwardedRequest
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import set_up_log

@@ -138,12 +138,16 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         there = config.device != "cpu" and ray.cluster_resources().get("GPU", 0)
         gpus = float(config.tensor_parallel_size) if there else 0.0
     check_room(args, gpus)
-    most = args.replicas if args.max_replicas is None else args.max_replicas
-    scaling = {"min_replicas": args.replicas, "max_replicas": most, "target_ongoing_requests": config.max_num_seqs}
+    max_replicas = args.replicas if args.max_replicas is None else args.max_replicas
+    scaling = {
+        "min_replicas": args.replicas,
+        "max_replicas": max_replicas,
+        "target_ongoing_requests": config.max_num_seqs,
+    }
     deployment = serve.deployment(
         Replica,
         name="Replica",
-        **({"autoscaling_config": scaling} if most > args.replicas else {"num_replicas": args.replicas}),
+        **({"autoscaling_config": scaling} if max_replicas > args.replicas else {"num_replicas": args.replicas}),
         # The engine's own queue refuses the excess, as in a plain server; the front accepts no more than this.
         max_ongoing_requests=settings.limit_concurrency,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},

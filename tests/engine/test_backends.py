@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from test_engine import drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.startup.loading import backend_lines
+from shadowkv.engine.startup.loading import backend_lines, load_from_config
+from shadowkv.layers.computing import Computing
+from shadowkv.layers.decoder_layer import MLP
+from shadowkv.layers.norm import RMSNorm
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import load_cpu
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import NAMES, Ops
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -42,6 +46,51 @@ def test_what_cpp_does_not_know_runs_in_pytorch_and_is_said(make: Any, dtype: st
     assert (line in engine.notes) == (dtype == "float16")
     engine.add_request("one", prompt(0, 1200), PARAMS)
     assert len(tokens(drain(engine)["one"])) == 100
+
+
+def test_layers_cache_and_sampler_share_one_object_of_ops(make: Any, tiny: Path) -> None:
+    first = make(kv="full", device="cpu")
+    loaded = load_from_config(EngineConfig(model=str(tiny), load_format="dummy", device="cpu"))
+    for engine in (first, Engine(EngineConfig(str(tiny), kv="full", device="cpu"), loaded)):
+        layers = [module for module in engine.runner.model.modules() if isinstance(module, Computing)]
+        assert {type(layer) for layer in layers} == {RMSNorm, MLP}
+        assert all(layer.ops is engine.cache.ops for layer in layers)
+        assert engine.runner.sampler._sample_tokens is engine.cache.ops.sample_tokens
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_every_op_that_runs_is_declared(make: Any, quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would be chosen without having been asked whether they support the case."""
+    monkeypatch.setattr("shadowkv.models.requirements.unfit", lambda device, dtype: None)
+    dtype = "float32" if quantization is None else "bfloat16"
+    engine = make(kv="shadowkv:budget=64,outliers=4", device="cpu", dtype=dtype, quantization=quantization)
+    ops, called = engine.cache.ops, set()
+
+    def noting(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (called.add(name), op(*args, **options))[1]
+
+    for name in NAMES:
+        monkeypatch.setattr(ops, name, noting(name, getattr(ops, name)))
+    monkeypatch.setattr(engine.runner.sampler, "_sample_tokens", ops.sample_tokens)
+    engine.add_request("one", prompt(0, 700), SamplingParams(max_tokens=80, seed=1, ignore_eos=True))
+    assert len(tokens(drain(engine)["one"])) == 80
+    assert called <= ops.called
+    of_layers = engine.runner.model.called_ops
+    assert called >= {*of_layers, "sample_tokens", "attend_selected"}
+    assert ("scaled_matmul" in of_layers) == (quantization == "fp8")
+
+
+def test_backends_by_name_reach_layers_cache_and_sampler(tiny: Path) -> None:
+    config = EngineConfig(model=str(tiny), load_format="dummy", device="cpu", kv="full")
+    names = ("rms_norm", "sample_tokens", "paged_attention")
+    engine = Engine(config, backends=dict.fromkeys(names, "reference"))
+    assert all(engine.cache.ops.backends[name] == "reference" for name in names)
+    assert not any(engine.cache.ops.reasons[name] for name in names)  # as they were asked for
+    assert engine.runner.model.norm.ops.backends["rms_norm"] == "reference"
+    with pytest.raises(ValueError, match="'rms_norm' has no backend 'abacus'"):
+        Engine(config, backends={"rms_norm": "abacus"})
+    with pytest.raises(ValueError, match="other ranks choose their backends"):
+        Engine(replace(config, tensor_parallel_size=2), backends={"rms_norm": "reference"})
 
 
 CASE = Case(frozenset(("paged_attention", "sign_scores", "apply_rope")), torch.bfloat16, 128, 32, 8, 128)

@@ -21,7 +21,7 @@ from shadowkv.engine.structured.json_schema import (
     check_schema,
     unrolled,
 )
-from shadowkv.models.byte_tokenizer import byte_tokenizer
+from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -18,7 +18,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.caches import open_cache, prefill
+from shadowkv.eval.running.caches import open_cache, prefill
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.kvcache.presets import preset
 from shadowkv.models import load_model

@@ -13,8 +13,9 @@ from allocations import peak_bytes
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
-from shadowkv.eval.caches import prefill
+from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.parts import rows as part_rows
@@ -24,9 +25,9 @@ from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sealing import pages as sealing
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.low_rank_basis import reference as basis
 from shadowkv.ops.quantise_rows import reference as rows
@@ -66,7 +67,9 @@ def model() -> Decoder:
 def taken_and_left(model: Decoder, kv: str, cached: int, scored: bool, tokens: int) -> tuple[int, int]:
     """Bytes that a prompt takes whose first ``cached`` tokens are there, and those that the engine leaves free."""
     layout = Layout(preset(kv, prefill="sparse"), model.config.shape, torch.float32, tokens)
-    cache = KVCache(layout, ROPE, slots=1, memory=Blocks(device=4 * tokens // PAGE, host=2 * tokens // PAGE))
+    ops, memory = choose_ops(layout, ROPE, "cpu"), Blocks(device=4 * tokens // PAGE, host=2 * tokens // PAGE)
+    cache = KVCache(layout, ROPE, slots=1, memory=memory, ops=ops)
+    model.use(ops)
     for name in ("causal_attention", "attend_blocks"):
         setattr(cache.ops, name, lambda q, *_: torch.empty_like(q))
     cache.ops.block_attention = lambda q, *_, **__: (torch.empty_like(q), q.new_zeros(q.shape[:2]))

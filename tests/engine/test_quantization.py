@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, tokens
 
-from shadowkv.models import requirements
+from shadowkv.models import loader
 
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references stand in for hardware."""
-    monkeypatch.setattr(requirements, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
 
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv"])

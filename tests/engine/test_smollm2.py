@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.eval.caches import prefill_all
-from shadowkv.eval.fidelity.follower import kl_divergence
+from shadowkv.eval.fidelity.follow import kl_divergence
+from shadowkv.eval.running.caches import prefill_all
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.catalogue import fetch
 from shadowkv.models.loader import LoadedModel
+from shadowkv.models.sources import fetch
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 TOPICS = (

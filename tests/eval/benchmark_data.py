@@ -7,10 +7,10 @@ import json
 import random
 from pathlib import Path
 
-from shadowkv.models.catalogue import fetch
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.sources import fetch
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 ARTICLES, PARAGRAPHS = 6, 8
 

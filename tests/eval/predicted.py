@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shadowkv.eval.files import Prediction
+from shadowkv.eval.records.predictions import Prediction
 
 
 def predicted(

@@ -13,8 +13,8 @@ from stub_server import stub_server
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
-from shadowkv.eval.files import PredictionFile
-from shadowkv.eval.forks import Forks
+from shadowkv.eval.records.predictions import PredictionFile
+from shadowkv.eval.running.local import Forks
 from shadowkv.models.loader import LoadedModel
 
 

@@ -11,16 +11,13 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.caches import open_cache_as, prefill
-from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
-from shadowkv.eval.fidelity.exact_tails import with_exact_tails
-from shadowkv.eval.fidelity.follow import follow, prefill_followers
-from shadowkv.eval.fidelity.follower import Follower, kl_divergence
+from shadowkv.eval.fidelity.attention import Reuse, attended_positions, exact_weights
+from shadowkv.eval.fidelity.follow import Follower, follow, kl_divergence, prefill_followers, with_exact_tails
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
-from shadowkv.eval.fidelity.reuse import Reuse
-from shadowkv.eval.fidelity.texts import Prompt, cut_prompts
-from shadowkv.eval.policies import Policy, local_policies
+from shadowkv.eval.fidelity.prompts import Prompt, cut_prompts
+from shadowkv.eval.records.policies import Policy, local_policies
+from shadowkv.eval.running.caches import open_cache_as, prefill
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel

@@ -11,10 +11,10 @@ from refusals import refusal
 
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
-from shadowkv.eval import texts
 from shadowkv.eval.fidelity import command as fidelity
-from shadowkv.eval.haystack import Haystack
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.prompts import texts
+from shadowkv.eval.prompts.texts import Haystack
+from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.models.loader import LoadedModel
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from predicted import predicted
 
-from shadowkv.eval.files import PredictionFile, replacing
+from shadowkv.eval.records.predictions import PredictionFile, replacing
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:

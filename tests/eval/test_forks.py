@@ -10,10 +10,10 @@ import torch
 from session import Session
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.caches import open_cache, prefill_all
-from shadowkv.eval.forks import Forks
-from shadowkv.eval.policies import Policy, local_policies
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.records.policies import Policy, local_policies
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.running.caches import open_cache, prefill_all
+from shadowkv.eval.running.local import Forks
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel

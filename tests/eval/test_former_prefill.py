@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval.policies import local_policies
-from shadowkv.eval.run import write_config
+from shadowkv.eval.provenance import write_config
+from shadowkv.eval.records.policies import local_policies
 from shadowkv.models.loader import LoadedModel
 
 

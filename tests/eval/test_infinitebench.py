@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from benchmark_data import smollm2_tokenizer, write_jsonl
 
-from shadowkv.eval import infinitebench
-from shadowkv.eval.metrics import METRICS, score
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.metrics.scoring import METRICS, score
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.suites import infinitebench
 
 # Task: row, a piece of the prompt, the prompt's end, a right answer.
 ROWS: dict[str, tuple[dict[str, object], str, str, str]] = {

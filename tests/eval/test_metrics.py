@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shadowkv.eval.metrics import METRICS, score
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.metrics.scoring import METRICS, score
+from shadowkv.eval.records.predictions import Sample
 
 CASES = [
     ("string_match_all", "It is ALPHA and beta.", ("alpha", "Beta", "gamma", "delta"), 1 / 2),

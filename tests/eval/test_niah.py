@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval import niah
-from shadowkv.eval.haystack import NOISE, Haystack, haystack, sentences_of
+from shadowkv.eval.prompts.texts import NOISE, Haystack, haystack, sentences_of
+from shadowkv.eval.suites import niah
 
 WORDS = Haystack("words", tuple(f"This is sentence {number} of many." for number in range(1000)))
 

@@ -13,13 +13,13 @@ from predicted import predicted
 
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
-from shadowkv.eval import open_ended, texts
-from shadowkv.eval.files import Prediction, PredictionFile
-from shadowkv.eval.haystack import Haystack
-from shadowkv.eval.metrics import ends_in_loop
-from shadowkv.eval.open_ended_report import markdown, summarise
-from shadowkv.eval.outputs import write_outputs
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.metrics.scoring import ends_in_loop
+from shadowkv.eval.prompts import texts
+from shadowkv.eval.prompts.texts import Haystack
+from shadowkv.eval.records.predictions import Prediction, PredictionFile, Sample
+from shadowkv.eval.reports.open_ended import markdown, summarise
+from shadowkv.eval.reports.outputs import write_outputs
+from shadowkv.eval.suites import open_ended
 from shadowkv.models.loader import LoadedModel
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from stub_server import stub_server
 
-from shadowkv.eval.policies import served_policy
-from shadowkv.eval.remote import Remote
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.records.policies import served_policy
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.running.remote import Remote
 
 
 def sample(number: int, *turns: str) -> Sample:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from predicted import predicted
 
-from shadowkv.eval.outputs import needle_cells, write_outputs
-from shadowkv.eval.report import COLUMNS, by_cell, markdown, output_tokens, rows, score, summarise, values
-from shadowkv.eval.statistics import mean_and_error, paired_interval
+from shadowkv.eval.reports.outputs import needle_cells, write_outputs
+from shadowkv.eval.reports.statistics import mean_and_error, paired_interval
+from shadowkv.eval.reports.summary import COLUMNS, by_cell, markdown, output_tokens, rows, score, summarise, values
 
 
 def test_mean_and_error() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from benchmark_data import ARTICLES, PARAGRAPHS, smollm2_tokenizer, write_ruler_data
 
-from shadowkv.eval import ruler
-from shadowkv.eval.metrics import METRICS, score
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.metrics.scoring import METRICS, score
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.suites import ruler
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -186,7 +186,7 @@ def test_samples_depend_on_the_seed_alone(data: Path) -> None:
     assert made("niah_multiquery", data, 6, count=1) != many[:1]
     other = (
         "import sys; from pathlib import Path; from benchmark_data import smollm2_tokenizer\n"
-        "from shadowkv.eval import ruler\n"
+        "from shadowkv.eval.suites import ruler\n"
         "for task in ('niah_multiquery', 'cwe', 'qa_1', 'vt'):\n"
         "    print(ruler.samples(task, smollm2_tokenizer(), 2048, 2, 5, Path(sys.argv[1])))"
     )

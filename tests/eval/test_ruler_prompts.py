@@ -8,8 +8,8 @@ from dataclasses import astuple
 import pytest
 from benchmark_data import smollm2_tokenizer
 
-from shadowkv.eval.prompts import PromptFitter, Question, TooShortError
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 
 def with_bos() -> Tokenizer:

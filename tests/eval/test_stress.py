@@ -8,9 +8,9 @@ import re
 import pytest
 from benchmark_data import smollm2_tokenizer
 
-from shadowkv.eval import stress
-from shadowkv.eval.metrics import score
-from shadowkv.eval.sample import Sample
+from shadowkv.eval.metrics.scoring import score
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.suites import stress
 
 
 def made(kind: str, seed: int, length: int = 8192, count: int = 2) -> list[Sample]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval.fidelity.texts import read_prompts
-from shadowkv.eval.texts import source_code
+from shadowkv.eval.fidelity.prompts import read_prompts
+from shadowkv.eval.prompts.texts import source_code
 from shadowkv.models.loader import LoadedModel
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval import ablations
-from shadowkv.eval.files import Prediction
-from shadowkv.eval.policies import local_policies, without_field
-from shadowkv.eval.vary import Variation
+from shadowkv.eval.records.policies import Variation, local_policies, without_field
+from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.reports.ablation import write_score_ablation
 from shadowkv.kvcache.policy.shape import ModelShape
 
 SHAPE = ModelShape(2, 6, 2, 16)
@@ -53,7 +52,7 @@ def test_scores_by_value(tmp_path: Path) -> None:
         return [Prediction("t", str(n), 4096, policy, policy, 0.1, [], score, 0.0) for n, score in enumerate(scores)]
 
     predictions = answers("full", 1, 1) + answers("turbo:rank=160", 1, 0) + answers("turbo:rank=64", 0.5, 0)
-    ablations.of_scores("rank", predictions, "m", tmp_path)
+    write_score_ablation("rank", predictions, "m", tmp_path)
     with (tmp_path / "vary_rank.csv").open() as file:
         assert [tuple(row.values())[1:] for row in csv.DictReader(file)] == [
             ("4096", "full", "", "1", "0", "2"),

@@ -4,6 +4,7 @@ them, so that any batching must give the same answers as plain attention over wh
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -36,8 +38,15 @@ def make_cache(
     rope: RopeConfig | None = None,
 ) -> KVCache:
     layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
-    memory = Blocks(dict.fromkeys(layout.paged, blocks))
-    return KVCache(layout, rope or ROPE, slots=slots, memory=memory, device=DEVICE)
+    return cache_of(layout, rope or ROPE, slots=slots, memory=Blocks(dict.fromkeys(layout.paged, blocks)))
+
+
+def cache_of(
+    layout: Layout, rope: RopeConfig, *, slots: int, memory: Blocks, backends: Mapping[str, str] | None = None
+) -> KVCache:
+    """A cache with ops of its own."""
+    ops = choose_ops(layout, rope, DEVICE, backends=backends)
+    return KVCache(layout, rope, slots=slots, memory=memory, ops=ops, device=DEVICE)
 
 
 def scatter(cache: KVCache, seed: int) -> None:

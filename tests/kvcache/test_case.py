@@ -9,11 +9,12 @@ import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache.case import OF_LAYERS, case_of
+from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
+from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.registry import NAMES
 
 MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,sampled=0.0", "shadowkv:index=chunk-mean-fp8"]
@@ -44,11 +45,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
         decode(cache, [stream])
     cache.extend(stream.sequence, stream.length + 100, stream.length + 110)
     prefill(cache, [(stream, 100)])
-    called |= {
-        *OF_LAYERS,
-        "sample_tokens",
-        "write_rows",
-    }  # called by parts that write rows as they come, and for the host
+    called.add("write_rows")  # called by parts that write rows as they come, and for the host
     assert called == cache.ops.called | (set() if cache.spec.seals else {"write_rows"})
 
 
@@ -58,9 +55,39 @@ def test_the_numbers_of_a_case() -> None:
     assert (case.dtype, case.head_dim, case.group) == (torch.bfloat16, 128, 4)
     assert (case.rope_dim, case.interleaved) == (64, True)
     assert (case.chunk, case.rank, case.key_codec, case.value_codec) == (8, 160, 18, 2)
+    assert case.latent_width == 32 + 128 // 2  # bytes: a byte for the 32 strongest, half of one for each other
     assert (case.max_pages, case.max_selected) == (1024, 65536 // 64 // 8 + 1)
     assert case.fetched_bytes == 8 * 48
     assert (case.capability, case.block_memory) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        ("turbo", None),
+        ("turbo:index=none,sampled=0.0", None),
+        ("turbo:values=rotated-4bit", None),
+        ("turbo-host", "values are on the host"),
+        ("turbo:key_groups=2,rank=128", "latents of 96 bytes have not 32 dimensions in 8 bits and the others in 4"),
+        ("turbo:values=dense", "codec 0 of values is not one of equal steps"),
+        ("turbo:keys=low-rank-int8", "codec 17 of keys is not low-rank-int4"),
+        ("turbo:rank=192", "rank 192 is not one of 32, 64, 96, 128, 160"),
+    ],
+)
+def test_policies_that_the_kernel_for_hopper_takes(kv: str, reason: str | None) -> None:
+    """As a case tells, whatever the machine: Llama-3.1-8B's attention."""
+    shape, rope = ModelShape(32, 32, 8, 128), RopeConfig(128)
+    case = case_of(Layout(preset(kv), shape, torch.bfloat16, 65536), rope, torch.device("cpu"))
+    reasons = cuda_sm90.supports(case)
+    assert reasons == [] if reason is None else reason in reasons
+
+
+def test_what_layers_and_sampler_call_is_of_the_case() -> None:
+    layout = Layout(preset("full"), SHAPE, torch.float32, 4096)
+    own, ops = (choose_ops(layout, ROPE, "cpu", also) for also in ((), ("rms_norm", "sample_tokens")))
+    assert ops.called - own.called == {"rms_norm", "sample_tokens"}
+    forced = choose_ops(layout, ROPE, "cpu", backends={"paged_attention": "reference"})
+    assert forced.backends == {**own.backends, "paged_attention": "reference"}
 
 
 def test_nothing_is_said_of_sealed_pages_where_there_are_none() -> None:

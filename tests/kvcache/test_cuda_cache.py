@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from driver import DEVICE, Stream, decode, prefill, scatter
+from driver import DEVICE, Stream, cache_of, decode, prefill, scatter
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -28,9 +27,9 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     # Half of the tokens are selected, so that a near tie that falls the other way changes little.
     spec = preset(kv, budget=None if preset(kv).index == "none" else 0.5)
-    cache = KVCache(
+    cache = cache_of(
         Layout(spec, SHAPE, torch.bfloat16, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
-        device=DEVICE, backends=backends,
+        backends=backends,
     )  # fmt: skip
     scatter(cache, seed=3)
     streams = [Stream(seed, cache.allocate(n, n + STEPS)) for seed, n in enumerate(LENGTHS)]
@@ -43,7 +42,13 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
     return [stream.output().float() for stream in streams]
 
 
-CHANGED = ["turbo:sampled=0.0", "turbo:chunk=4,sampled=0.25", "turboquant-4:centred=true", "turboquant-3:place=host"]
+CHANGED = [
+    "turbo:index=none,sampled=0.0",
+    "turbo:sampled=0.0",
+    "turbo:chunk=4,sampled=0.25",
+    "turboquant-4:centred=true",
+    "turboquant-3:place=host",
+]
 
 
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), *CHANGED])
@@ -72,9 +77,9 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     caches = []
     for fetch_buffer in (0, 1):
         spec = preset(kv, budget=512)
-        cache = KVCache(
+        cache = cache_of(
             Layout(spec, SHAPE, torch.bfloat16, 4096, fetch_buffer), RopeConfig(64), slots=9,
-            memory=Blocks(device=800, host=800), device=DEVICE,
+            memory=Blocks(device=800, host=800),
         )  # fmt: skip
         streams = [Stream(seed, cache.allocate(n, n + steps)) for seed, n in enumerate(lengths)]
         for stream, length in zip(streams, lengths):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import DEVICE, Stream, decode, prefill, scatter
+from driver import DEVICE, Stream, cache_of, decode, prefill, scatter
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -47,9 +47,8 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", at_once)
-    cache = KVCache(
+    cache = cache_of(
         Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
-        device=DEVICE,
     )  # fmt: skip
     scatter(cache, seed=3)
     for seed, (length, steps, new) in enumerate([(3000, 70, 90), (900, 1, 1), (200, 20, 300), (1500, 0, 700)]):
@@ -88,9 +87,9 @@ def test_new_tokens_beside_a_new_sequence(kv: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 5)
     outs = []
     for backends in (None, REFERENCES):
-        cache = KVCache(
+        cache = cache_of(
             Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
-            device=DEVICE, backends=backends,
+            backends=backends,
         )  # fmt: skip
         old, new = (Stream(seed, cache.allocate(3000, 3500)) for seed in range(2))
         for stream in (old, new):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from driver import cache_of
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
@@ -13,9 +14,9 @@ from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 if not torch.cuda.is_available():
@@ -34,9 +35,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(kv: str) -> tuple[KVCache, Runner, CachedSequence]:
-    cache = KVCache(
+    cache = cache_of(
         Layout(preset(kv), SHAPE, torch.bfloat16, 4096), ROPE, slots=4, memory=Blocks(device=300, host=300),
-        device="cuda",
     )  # fmt: skip
     config = ModelConfig(
         architecture="llama", vocab_size=500, hidden_size=384, intermediate_size=512, num_layers=2, num_query_heads=6,
@@ -44,6 +44,7 @@ def make(kv: str) -> tuple[KVCache, Runner, CachedSequence]:
     )  # fmt: skip
     model = Decoder(config, torch.bfloat16, "cuda")
     fill_dummy(model)
+    model.use(cache.ops)
     runner = Runner(model, cache)
     return cache, runner, cache.allocate(TOKENS, TOKENS + 64)
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
+from driver import ROPE, SHAPE, Stream, cache_of, decode, make_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, Field, OutOfBlocks
 from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.kvcache.presets import preset
@@ -227,13 +226,13 @@ FLOAT16_SCALES = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923ac
 
 def test_caches_say_what_they_store_alike() -> None:
     one = make_cache(SPECS["turbo"])
-    other = KVCache(
+    other = cache_of(
         Layout(SPECS["turbo"], SHAPE, torch.float32, 500), RopeConfig(head_dim=16, theta=500.0), slots=2,
-        memory=Blocks(device=9, host=9), device=DEVICE,
+        memory=Blocks(device=9, host=9),
     )  # fmt: skip
     spec = replace(SPECS["turbo"], budget=0.5, sampled=0.25, local=100)
     layout = Layout(spec, SHAPE, torch.float32, 500)
-    again = KVCache(layout, ROPE, slots=2, memory=Blocks(device=9, host=9), device=DEVICE)
+    again = cache_of(layout, ROPE, slots=2, memory=Blocks(device=9, host=9))
     assert again.snapshots.stored_alike(one.snapshots, 3000)
     assert not other.snapshots.stored_alike(one.snapshots, 3000)
 

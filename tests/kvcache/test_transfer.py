@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, scatter
+from driver import DEVICE, ROPE, SHAPE, Stream, cache_of, decode, make_cache, plain_attention, prefill, scatter
 
 from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
@@ -103,7 +103,7 @@ def test_more_or_fewer_of_the_newest_tokens_may_stay_exact_there(here: int, ther
 def other_model() -> KVCache:
     shape = ModelShape(num_layers=3, num_query_heads=6, num_kv_heads=2, head_dim=16)
     layout = Layout(preset("quest", budget=64), shape, torch.float32, 2000)
-    return KVCache(layout, ROPE, slots=2, memory=Blocks(device=50), device=DEVICE)
+    return cache_of(layout, ROPE, slots=2, memory=Blocks(device=50))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from bad_files import SECONDS, Serve, little_memory
 
 from shadowkv.models import LoadedModel, load_model
-from shadowkv.models.catalogue import fetch
+from shadowkv.models.sources import fetch
 from shadowkv.serve.__main__ import main
 
 SMOLLM2 = "smollm2-135m-instruct"

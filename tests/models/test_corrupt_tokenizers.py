@@ -12,7 +12,7 @@ from bad_files import Serve, assert_refused, edit_json, write_directory
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
-from shadowkv.models.tokenizer import library_errors
+from shadowkv.models.tokenization.tokenizer_files import library_errors
 
 TOKENIZER, CONFIGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 

@@ -11,6 +11,7 @@ from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import CASES, TINY, build, oracle_logits
 
 from shadowkv.models import load_config, load_model
+from shadowkv.ops.registry import Ops
 
 LENGTHS = (1, 7, 23, 12)
 
@@ -79,6 +80,7 @@ def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
 def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> None:
     build(name, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32).model
+    model.use(Ops())
     layer = model.layers[1]
     batch = DenseBatch.of(list(LENGTHS))
     total = sum(LENGTHS)
@@ -115,6 +117,7 @@ def test_low_precision_weights_run(tmp_path: Path) -> None:
     build("llama", tmp_path)
     model = load_model(tmp_path, dtype="bfloat16").model
     assert model.embedding.dtype == torch.bfloat16
+    model.use(Ops())
     x = model.embed(torch.tensor([5, 6]))
     assert x.dtype == torch.bfloat16
     assert model.logits(x).dtype == torch.float32

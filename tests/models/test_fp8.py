@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from test_adapter import random_pairs, write_adapter
 from test_families import LENGTHS, sequences
 
-from shadowkv.layers.fp8_linear import SCALE, FP8Linear
-from shadowkv.models import Decoder, load_config, load_model, requirements
-from shadowkv.models.fp8 import unfit
+from shadowkv.layers.linear import SCALE, FP8Linear
+from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models.loader import unfit
 from shadowkv.ops.quantise_tokens.reference import FP8, quantise_tokens
+from shadowkv.ops.registry import Ops
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LAYER = "model.layers.1"
@@ -27,7 +28,7 @@ LAYER = "model.layers.1"
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references stand in for hardware."""
-    monkeypatch.setattr(requirements, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
 
 
 def projections(model: Decoder) -> dict[str, FP8Linear]:
@@ -77,6 +78,7 @@ def test_blocks_and_decode_steps_equal_the_whole_layer(anywhere: None, tmp_path:
     """Rows of a projection give what the whole one gives; a token's scale depends on no other token."""
     build("llama-bias-head-dim", tmp_path)
     model = load_model(tmp_path, dtype="float32", quantization="fp8").model
+    model.use(Ops())
     layer, batch = model.layers[1], DenseBatch.of(list(LENGTHS))
     x = torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(1))
     whole = torch.add(*layer(x, None, DenseCache(model.config.rope), batch))

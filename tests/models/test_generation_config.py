@@ -11,7 +11,7 @@ from bad_files import edit_json, write_directory
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import checked_defaults, load_from_config, sampling_of_directory
-from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
 
 ADVISED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
 

@@ -14,11 +14,10 @@ from gguf_files import write_model
 from test_adapter import write_adapter
 from test_families import sequences
 
-from shadowkv.layers.block_linear import BlockLinear
-from shadowkv.layers.block_matrix import BlockMatrix, Run
-from shadowkv.models import LoadedModel, load_model, loader, requirements
+from shadowkv.layers.block_matrix import BlockLinear, BlockMatrix, Run
+from shadowkv.models import LoadedModel, load_model, loader
 from shadowkv.ops.extension import load_cpu
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import choose
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="weights stay in blocks where the C++ extension is built")
 
@@ -88,9 +87,9 @@ def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
 def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, _ = write(tmp_path, "llama", ALL_ALIKE["Q8_0"])
     need = load_model(blocks).model.num_bytes
-    monkeypatch.setattr(requirements, "free_bytes", lambda device: need)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: need)
     load_model(blocks)
-    monkeypatch.setattr(requirements, "free_bytes", lambda device: need - 1)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: need - 1)
 
     def fail(*_: Any) -> None:
         raise AssertionError("weights were read")
@@ -98,19 +97,18 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
     monkeypatch.setattr(loader, "fill", fail)
     with pytest.raises(MemoryError, match=r"as float32, Q8_0 weights on cpu, .*; pass dtype='bfloat16', use a smaller"):
         load_model(blocks)  # its norms would halve
-    monkeypatch.setattr(requirements, "free_bytes", lambda device: need // 2)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: need // 2)
     with pytest.raises(MemoryError, match="free; use a smaller model"):
         load_model(blocks)
 
 
 def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    reference = Ops("cpu", overrides={"quantised_matmul": "reference"})
-    monkeypatch.setattr(loader, "Ops", lambda device: reference)
+    monkeypatch.setattr(loader, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}
 
 
 def dequantised_as_fp8(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr("shadowkv.models.requirements.unfit", lambda device, dtype: None)
+    monkeypatch.setattr("shadowkv.models.loader.unfit", lambda device, dtype: None)
     return {"quantization": "fp8", "dtype": "bfloat16"}
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from bad_files import SECONDS, little_memory
 
-from shadowkv.models import template_bounds
-from shadowkv.models.chat_template import MAX_CHARACTERS, ChatTemplate
+from shadowkv.models.tokenization import template_bounds
+from shadowkv.models.tokenization.chat_template import MAX_CHARACTERS, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 GROW = "{% set ns = namespace(x='x') %}{% for i in range(99999) %}"

@@ -17,8 +17,8 @@ from test_loading_errors import edit_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shadowkv.models import load_config, load_model
-from shadowkv.models.hf_fields import FIELDS
-from shadowkv.models.registry import FAMILIES, family
+from shadowkv.models.configs.config_json import FIELDS
+from shadowkv.models.families.registry import FAMILIES, family
 from shadowkv.wording import SettingsError
 
 ORIGINAL = YARN["original_max_position_embeddings"]

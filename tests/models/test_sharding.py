@@ -14,9 +14,9 @@ from thread_group import on_ranks
 
 from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.checkpoints.stored_weight import FP8Weight
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import Shard, vocabulary_rows
-from shadowkv.models.stored import FP8Weight
 from shadowkv.ops.quantise_tokens.reference import quantise_tokens
 
 # Joined files, biases, norms of heads and of outputs, tied and not, MLPs and vocabularies that do not divide.

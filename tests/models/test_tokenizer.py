@@ -13,11 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shadowkv.models import LoadedModel, Tokenizer
-from shadowkv.models.byte_alphabet import BYTE_ALPHABET
-from shadowkv.models.byte_tokenizer import byte_tokenizer
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.tokenizer import tokenizer_from_directory
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.tokenization.tokenizer_files import BYTE_ALPHABET, byte_tokenizer, tokenizer_from_directory
 
 TEXTS = [
     "",

@@ -12,7 +12,7 @@ from families import build
 from gguf_files import write_model
 from test_adapter import random_pairs, write_adapter
 
-from shadowkv.models import load_model, loader, requirements
+from shadowkv.models import load_model, loader
 
 GIB = 2**30
 
@@ -22,7 +22,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Says how many bytes are free."""
 
     def say(count: int) -> None:
-        monkeypatch.setattr(requirements, "free_bytes", lambda device: count)
+        monkeypatch.setattr(loader, "free_bytes", lambda device: count)
 
     return say
 
@@ -53,7 +53,7 @@ def test_dummy_weights(
 
 
 def test_quantised_weights(free: Callable[[int], None], nothing_is_made: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
     free(8 * GIB)
     with pytest.raises(MemoryError, match=r"need 8\.46 GiB as bfloat16, fp8 weights on cpu, 8\.00 GiB are free"):
         load_model("llama-3.1-8b", load_format="dummy", dtype="bfloat16", quantization="fp8")

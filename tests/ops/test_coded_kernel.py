@@ -40,10 +40,8 @@ class Rows(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernel")
     shutil.copytree(CSRC / "kernels/attend_coded", folder / "kernels/attend_coded")
-    shutil.copy(CSRC / "kernels/attend_coded.cuh", folder / "kernels")
     shutil.copy(CSRC / "constants.h", folder)
-    for name in ("mma.cuh", "merge_splits.cuh"):
-        shutil.copy(HERE / "coded_kernel" / name, folder / "kernels")
+    shutil.copytree(HERE / "coded_kernel/common", folder / "kernels/common")
     shutil.copy(HERE / "coded_kernel/kernel.cpp", folder)
     for name in ("cuda_runtime.h", "permute.h"):
         shutil.copy(HERE / "cuda_on_cpu" / name, folder)

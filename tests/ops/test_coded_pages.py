@@ -24,12 +24,10 @@ SOURCES = Path(__file__).parent / "coded_pages"
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "attend_coded").mkdir()
-    for name in ("blocks", "codes", "steps"):
-        shutil.copy(CSRC / f"kernels/attend_coded/{name}.cuh", folder / "attend_coded")
-    for source in (*SOURCES.iterdir(), SOURCES.parent / "cuda_on_cpu/permute.h"):
-        shutil.copy(source, folder)
-    return compiled(folder / "pages.cpp")
+    shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
+    shutil.copytree(CSRC / "kernels/attend_coded", folder / "kernels/attend_coded")
+    shutil.copy(SOURCES.parent / "cuda_on_cpu/permute.h", folder)
+    return compiled(folder / "pages.cpp", f"-I{folder}")
 
 
 def decoded(library: ctypes.CDLL, codec: RowCodec, axis: str, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

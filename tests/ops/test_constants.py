@@ -11,10 +11,10 @@ from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.parts import keys_mixed
 from shadowkv.kvcache.sequences.group_layout import MOST_ENTRIES
 from shadowkv.ops import sampling
-from shadowkv.ops.attend_blocks import cuda as attend_blocks
+from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
-from shadowkv.ops.attend_coded import cuda_mixed as attend_mixed
+from shadowkv.ops.attend_coded import cuda_mixed_sm90 as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
@@ -22,7 +22,7 @@ from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
-from shadowkv.ops.select_blocks import cuda as select_blocks_cuda
+from shadowkv.ops.select_blocks import cuda_sm90 as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
@@ -36,7 +36,7 @@ from shadowkv.ops.sketch_queries import reference as sketch_queries
 from shadowkv.ops.whiten_rows import cuda as whiten_rows
 
 SHARED = {
-    "page.h": {"kPage": PAGE},
+    "constants.h": {"kPage": PAGE},
     "sketch_rules.h": {
         "kMostQueries": sketch_queries_cuda.GROUP,
         "kQueryPlanes": sketch_queries.PLANES,
@@ -67,12 +67,12 @@ SHARED = {
         "kLatentInt8": CodecId.LATENT_INT8,
         "kLatentInt4": CodecId.LATENT_INT4,
     },
-    "cpu/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
-    "kernels/attend/shape.cuh": {
+    "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
+    "kernels/attend_selected/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.MAX_GROUP,
     },
-    "kernels/attend_coded.cuh": {
+    "kernels/attend_coded/attend_coded.cuh": {
         "kCodedWarps": (attend_coded.WARPS[True], attend_coded.WARPS[False]),
         "kCodedBlocks": (attend_coded.RESIDENT_BLOCKS[True], attend_coded.RESIDENT_BLOCKS[False]),
     },
@@ -91,14 +91,14 @@ SHARED = {
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
         "kQueries": (4, attend_mixed.MAX_GROUP),
     },
-    "kernels/block_copies.cuh": {"kBlock": select_blocks.BLOCK},
-    "kernels/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},
-    "kernels/score_blocks_sm90/shape.cuh": {
+    "kernels/common/row_blocks.cuh": {"kBlock": select_blocks.BLOCK},
+    "kernels/fetch_chunks/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},
+    "kernels/score_blocks_sm90/score_blocks_sm90.cuh": {
         "kSampled": select_blocks.SAMPLED,
         "kRows": select_blocks_cuda.MOST_ROWS,
     },
-    "kernels/select_top_chunks.cuh": {"kSelectGroup": select_top_chunks.GROUP},
-    "kernels/whiten_rows.cuh": {
+    "kernels/select_top_chunks/select_top_chunks.cuh": {"kSelectGroup": select_top_chunks.GROUP},
+    "kernels/whiten_rows/whiten_rows.cuh": {
         "kWhitenTile": (whiten_rows.TILE, 8),
         "kWhitenPitch": whiten_rows.PITCH,
         "kWhitenMostRows": whiten_rows.LARGEST,
@@ -107,13 +107,13 @@ SHARED = {
 """By file and name: the number in Python, or several that the definition names in order."""
 
 CHECKED = [
-    ("attend.h", "chunk", attend_selected.CHUNKS),
-    ("attend_blocks_sm90.cu", "dim", attend_blocks.DIMS),
-    ("attend_latents_sm90.h", "dim", cuda_sm90.DIMS),
-    ("score_blocks_sm90.cu", "dim", select_blocks_cuda.DIMS),
-    ("select_by_sketch.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
-    ("sign_scores.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
-    ("sketch_queries.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("attend_selected/arguments.h", "chunk", attend_selected.CHUNKS),
+    ("attend_blocks_sm90/attend_blocks_sm90.cu", "dim", attend_blocks.DIMS),
+    ("attend_latents_sm90/binding.h", "dim", cuda_sm90.DIMS),
+    ("score_blocks_sm90/score_blocks_sm90.cu", "dim", select_blocks_cuda.DIMS),
+    ("select_by_sketch/select_by_sketch.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("sign_scores/sign_scores.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("sketch_queries/sketch_queries.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
 ]
 """Bindings, what they check of their arguments, and what Python says it may be."""
 
@@ -142,35 +142,37 @@ def test_all_codecs_of_kernels_are_known_by_the_same_numbers() -> None:
 
 def test_launches_of_paged_attention_know_how_many_blocks_a_multiprocessor_holds() -> None:
     blocks = [tuple(kind.RESIDENT_BLOCKS[dim] for dim in (64, 96, 128, 256)) for kind in (paged_attention, cuda_fp8)]
-    assert definitions("kernels/paged_rows.cuh", "kBlocks") == blocks
+    assert definitions("kernels/paged_attention/paged_rows.cuh", "kBlocks") == blocks
 
 
 @pytest.mark.parametrize(("binding", "argument", "known"), CHECKED)
 def test_a_binding_takes_what_python_says_it_takes(binding: str, argument: str, known: tuple[int, ...]) -> None:
-    text = (CSRC / "bindings" / binding).read_text()
+    text = (CSRC / "kernels" / binding).read_text()
     (checked,) = re.findall(rf"STD_TORCH_CHECK\(\s*((?:{argument} == \d+(?: \|\| |,))+)", text)
     assert numbers(checked) == known
 
 
 def test_paged_attention_has_a_kernel_for_each_head_dim() -> None:
-    cases = re.findall(r"\bcase (\d+):", (CSRC / "bindings/paged_attention.h").read_text())
+    cases = re.findall(r"\bcase (\d+):", (CSRC / "kernels/paged_attention/binding.h").read_text())
     assert [*map(int, cases)] == [*paged_attention.RESIDENT_BLOCKS] == [*cuda_fp8.RESIDENT_BLOCKS]
 
 
-def test_latents_for_hopper_have_kernels_up_to_the_largest_rank_and_for_all_codecs() -> None:
-    text = (CSRC / "bindings/attend_latents_sm90.cu").read_text()
+def test_latents_for_hopper_have_kernels_for_all_ranks_and_codecs() -> None:
+    text = (CSRC / "kernels/attend_latents_sm90/attend_latents_sm90.cu").read_text()
     ((ranks, codecs),) = re.findall(r"AttendLatents<std::integer_sequence<int, ([^>]*)>, ([^>]*)>", text)
-    assert max(numbers(ranks)) == cuda_sm90.MOST_RANK
+    assert numbers(ranks) == cuda_sm90.RANKS
     assert tuple(SHARED["codecs.h"][f"k{name}"] for name in codecs.split(", ")) == UNIFORM
 
 
 def test_mixed_latents_have_a_kernel_for_each_rank() -> None:
-    (ranks,) = re.findall(r"integer_sequence<int, (\d[^>]*)>", (CSRC / "bindings/attend_mixed_sm90.cu").read_text())
+    (ranks,) = re.findall(
+        r"integer_sequence<int, (\d[^>]*)>", (CSRC / "kernels/attend_mixed_sm90/attend_mixed_sm90.cu").read_text()
+    )
     assert numbers(ranks) == attend_mixed.RANKS
 
 
 def test_coded_rows_have_kernels_for_the_same_codecs() -> None:
-    text = (CSRC / "bindings/attend_coded.cu").read_text()
+    text = (CSRC / "kernels/attend_coded/attend_coded.cu").read_text()
 
     def cases(function: str) -> set[int]:
         (body,) = re.findall(rf"\b{function}\([^;{{]*{{\s*switch (.*?)\n *}}\n", text, re.DOTALL)
@@ -183,14 +185,14 @@ def test_coded_rows_have_kernels_for_the_same_codecs() -> None:
 
 
 def test_a_warp_takes_as_many_selected_tokens_as_the_launch_splits_by() -> None:
-    (tokens, _) = definitions("kernels/attend/shape.cuh", "kTokens")  # the other is a tile's name for it
-    (tiles,) = re.findall(r"\bkWide \? (\d+) : 1\b", (CSRC / "bindings/attend_selected.h").read_text())
+    (tokens, _) = definitions("kernels/attend_selected/shape.cuh", "kTokens")  # the other is a tile's name for it
+    (tiles,) = re.findall(r"\bkWide \? (\d+) : 1\b", (CSRC / "kernels/attend_selected/binding.h").read_text())
     assert tokens == (16,) and 16 * int(tiles) == attend_selected.TILE
 
 
 def test_a_block_of_sign_scores_walks_no_more_pages_than_it_can_name() -> None:
-    assert definitions("kernels/sign_scores.cuh", "kPages") == [(4,)]
-    (most,) = definitions("kernels/sign_scores.cuh", "kMostRunPages")
+    assert definitions("kernels/sign_scores/sign_scores.cuh", "kPages") == [(4,)]
+    (most,) = definitions("kernels/sign_scores/sign_scores.cuh", "kMostRunPages")
     for count in (1, 5, 1000, 10**6):
         assert sign_scores_cuda.run_pages(count, 100) % 4 == 0 < sign_scores_cuda.run_pages(count, 100) <= most[0]
 
@@ -206,9 +208,9 @@ def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) ->
     source = tmp_path / "sizes.cpp"
     source.write_text(
         "#include <cstdint>\nstruct uint2 { uint32_t x, y; };\n"
-        f"namespace chunks {{ {declared('select_top_chunks.cuh', 'SelectShared')} }}\n"
-        f"namespace runs {{ {declared('radix_select.cuh', 'RadixShared')} }}\n"
-        f"namespace runs {{ {declared('select_by_sketch/count.cuh', 'LargestMemory')} }}\n"
+        f"namespace chunks {{ {declared('select_top_chunks/select_top_chunks.cuh', 'SelectShared')} }}\n"
+        f"namespace runs {{ {declared('select_by_sketch/radix_select.cuh', 'RadixShared')} }}\n"
+        f"namespace runs {{ {declared('select_by_sketch/selections.cuh', 'LargestMemory')} }}\n"
         'extern "C" int of_chunks() { return sizeof(chunks::SelectShared); }\n'
         'extern "C" int of_runs(int groups) {\n'
         "  return sizeof(runs::RadixShared) + 16 + runs::LargestMemory(groups, true, 0).bytes();\n}\n"
@@ -220,14 +222,14 @@ def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) ->
 
 
 def test_random_numbers_are_the_same_hash() -> None:
-    names = ("weighted_sampling", "select_by_sketch/shape", "select_by_sketch/choose_chunks")
-    kernels = "".join((CSRC / f"kernels/{name}.cuh").read_text() for name in names)
+    names = ("weighted_sampling", "shape", "selections")
+    kernels = "".join((CSRC / f"kernels/select_by_sketch/{name}.cuh").read_text() for name in names)
     factors = set(re.findall(r"0x[\da-f]{8}\b", Path(sampling.__file__).read_text().lower())) - {hex(sampling.WORD)}
     assert len(factors) == 4 and all(factor in kernels for factor in factors)
 
 
 def test_blocks_of_quantised_numbers_have_the_same_sizes_in_python() -> None:
-    text = (CSRC / "cpu/quantised_matmul.h").read_text()
+    text = (CSRC / "cpu/quantised_matmul/quantised_matmul.h").read_text()
     sizes = {name: (int(values), int(bytes_)) for name, values, bytes_ in re.findall(r'"(\w+)", (\d+), (\d+)}', text)}
     assert sizes == {name: (form.values, form.bytes) for name, form in FORMATS.items()}
 

@@ -8,11 +8,11 @@ import torch
 from plain_formulas import assert_close_like_lowp
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks import cuda, reference, triton
+from shadowkv.ops.attend_blocks import cuda_sm90, reference, triton
 from shadowkv.ops.case import Case
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-if not cuda.available():
+if not cuda_sm90.available():
     pytest.skip("needs a Hopper and the attend_blocks_sm90 library", allow_module_level=True)
 
 Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -77,7 +77,7 @@ def problem(
 
 def check(args: Args) -> Tensor:
     """Against the reference: float32 as the truth, the Triton kernel as the measure of what rounding does."""
-    out = cuda.attend_blocks(*args)
+    out = cuda_sm90.attend_blocks(*args)
     exact = reference.attend_blocks(*(x.float() for x in args[:3]), *args[3:])
     assert out.dtype == args[0].dtype
     assert_close_like_lowp(out, exact.double(), triton.attend_blocks(*args))
@@ -92,35 +92,35 @@ def poisoned_outputs(monkeypatch):
 
 
 @pytest.mark.parametrize(("n", "m"), LENGTHS)
-@pytest.mark.parametrize("dim", cuda.DIMS)
-@pytest.mark.parametrize("dtype", cuda.DTYPES)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
+@pytest.mark.parametrize("dtype", cuda_sm90.DTYPES)
 def test_any_length(seed, n, m, dim, dtype):
     check(problem(n, m, 2, 2, dim, dtype))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_any_group(seed, group, heads, dim):
     check(problem(400, 2100, heads, group, dim))
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 1])
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_any_density(seed, share, dim):
     check(problem(640, 10_000, 1, 2, dim, share=share))
 
 
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_more_tiles_than_multiprocessors(seed, dim):
     """Blocks take several tiles each: rings, parities and turns go on from one to the next."""
     args = problem(4000, 6000, 4, 4, dim, share=0.2)
     first = check(args)
     for _ in range(10):
-        assert torch.equal(cuda.attend_blocks(*args), first)
+        assert torch.equal(cuda_sm90.attend_blocks(*args), first)
 
 
-@pytest.mark.parametrize("dtype", cuda.DTYPES)
+@pytest.mark.parametrize("dtype", cuda_sm90.DTYPES)
 def test_peaks_that_keep_rising(seed, dtype):
     """Later keys score far above earlier ones, again and again: sums are made smaller."""
     q, k, v, indices, counts, weights = problem(256, 4096, 1, 2, 128, dtype)
@@ -155,16 +155,16 @@ def test_other_layouts(seed):
 def test_what_is_not_a_number_shows(seed):
     args = problem(200, 1000, 2, 2, 128)
     args[0][150, 3, 7] = math.nan
-    rows = cuda.attend_blocks(*args).isnan().any(-1).nonzero().tolist()
+    rows = cuda_sm90.attend_blocks(*args).isnan().any(-1).nonzero().tolist()
     assert rows == [[150, 3]]
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed):
     args = problem(700, 3000, 2, 4, 128)
-    eager = cuda.attend_blocks(*args)
+    eager = cuda_sm90.attend_blocks(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda.attend_blocks(*args)
+        captured = cuda_sm90.attend_blocks(*args)
     for _ in range(3):
         captured.fill_(math.nan)
         graph.replay()
@@ -173,16 +173,16 @@ def test_captured_in_a_graph_it_gives_the_same_bits(seed):
 
 def test_no_queries(seed):
     q, k, v, indices, counts, weights = problem(128, 256, 1, 2, 64)
-    assert cuda.attend_blocks(q[:0], k, v, indices[:, :0], counts[:, :0], weights[:, :0]).shape == (0, 2, 64)
+    assert cuda_sm90.attend_blocks(q[:0], k, v, indices[:, :0], counts[:, :0], weights[:, :0]).shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (96, torch.float16), (128, torch.float32)])
 def test_other_dtypes_and_dims_are_refused(seed, dim, dtype):
     case = Case(frozenset({"attend_blocks"}), torch.bfloat16, 128, 4, 2, 128)
-    assert cuda.supports(case) == []
-    assert len(cuda.supports(replace(case, head_dim=dim, dtype=dtype))) == 1
+    assert cuda_sm90.supports(case) == []
+    assert len(cuda_sm90.supports(replace(case, head_dim=dim, dtype=dtype))) == 1
     with pytest.raises(RuntimeError, match="dtype" if dim == 128 else f"head dim {dim}"):
-        cuda.attend_blocks(*problem(200, 400, 1, 2, dim, dtype))
+        cuda_sm90.attend_blocks(*problem(200, 400, 1, 2, dim, dtype))
 
 
 def test_wrong_arguments_are_refused(seed):
@@ -205,4 +205,4 @@ def test_wrong_arguments_are_refused(seed):
     ):
         # PyTorch raises the latter for tensors of a device that has no kernel of the op.
         with pytest.raises((RuntimeError, NotImplementedError), match=said):
-            cuda.attend_blocks(*wrong)
+            cuda_sm90.attend_blocks(*wrong)

@@ -1,4 +1,4 @@
-"""Attention over selected tokens from latents on Hopper against the reference; that the op runs it there."""
+"""Attention over selected tokens from latents on Hopper against the reference; that it is chosen there."""
 
 from dataclasses import replace
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from test_cuda_attend_selected import DEVICE, check, log_weights, problem
 
-from shadowkv.ops.attend_selected import cuda, cuda_sm90
+from shadowkv.ops.attend_selected import cuda_sm90
+from shadowkv.ops.case import Case
+from shadowkv.ops.registry import Ops
 
 if not cuda_sm90.available():
     pytest.skip("needs a Hopper and the attend_latents_sm90 library", allow_module_level=True)
@@ -16,7 +18,6 @@ CODES = ("4-bit codes", "3-bit codes", "2-bit codes")
 
 def attend(args: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's results in memory that held NaN."""
-    assert cuda_sm90.takes(*args[:3])
     junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
     del junk
     return cuda_sm90.attend_selected(*args)
@@ -131,8 +132,40 @@ def test_captured_call_equals_the_eager_one(seed, values):
     assert torch.equal(out[1], eager[1])
 
 
-@pytest.mark.parametrize("values", CODES)
-def test_the_op_runs_it(seed, monkeypatch, values):
-    args = problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=160)
-    monkeypatch.setattr(cuda_sm90, "attend_selected", lambda *given: "this one")
-    assert cuda.attend_selected(*args) == "this one"
+CASE = Case(
+    frozenset({"attend_selected", "attend_coded"}), torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
+    rope_dim=128, rank=160, latent_width=96, key_codec=18, value_codec=2, capability=(9, 0), block_memory=232448,
+)  # fmt: skip
+
+
+def test_it_is_chosen(seed):
+    backends = Ops("cuda", CASE).backends
+    assert (backends["attend_selected"], backends["attend_coded"]) == ("cuda_sm90", "cuda_selected_sm90")
+
+
+def test_nothing_selected(seed):
+    q, keys, values, selected = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], rank=160)
+    out, lse = cuda_sm90.attend_selected(q, keys, values, selected[..., :0])
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "rank", "error", "reason"),
+    [
+        ("rows", "rows", 64, ValueError, "takes latents, not DenseRows"),
+        ("int4", "rows", 64, ValueError, "in no buffer, not DenseRows"),
+        ("int4", "buffered 4-bit codes", 64, ValueError, "in no buffer, not BufferedRows"),
+        ("int8", "4-bit codes", 64, RuntimeError, "keys in codec 18, not 17"),
+        ("int4", "4-bit codes", 192, RuntimeError, "not made for rank 192"),
+    ],
+)
+def test_other_sources_are_refused(seed, keys, values, rank, error, reason):
+    with pytest.raises(error, match=reason):
+        cuda_sm90.attend_selected(*problem(2, 4, 128, keys, values, tokens=[900, 300], rank=rank))
+
+
+def test_scales_elsewhere_are_refused(seed):
+    q, keys, values, selected = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], rank=160)
+    with pytest.raises(ValueError, match="not in the pages of their codes"):
+        cuda_sm90.attend_selected(q, keys, replace(values, scale_pages=values.pages.clone()), selected)

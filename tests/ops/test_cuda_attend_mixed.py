@@ -13,11 +13,11 @@ from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.kvcache.parts.keys_mixed import GROUP as SAME_WIDTH
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-from shadowkv.ops.attend_coded import cuda_mixed, reference
+from shadowkv.ops.attend_coded import cuda_mixed_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
-if not cuda_mixed.available() or torch.cuda.get_device_capability() != (9, 0):
+if not cuda_mixed_sm90.available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper, or the op was not built", allow_module_level=True)
 
 DIM, PAGES = 128, 10
@@ -106,53 +106,53 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("heads", "group"), [(2, 1), (4, 3), (8, 4), (2, 5), (4, 7), (2, 8)])
-@pytest.mark.parametrize("rank", cuda_mixed.RANKS)
+@pytest.mark.parametrize("rank", cuda_mixed_sm90.RANKS)
 def test_ragged_rows(seed: int, heads: int, group: int, rank: int) -> None:
     args = problem(heads, group, rank, chunk=1 if group % 2 else 8)
-    check(cuda_mixed.attend_coded(*args), args)
+    check(cuda_mixed_sm90.attend_coded(*args), args)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 7, 10])
 @pytest.mark.parametrize("group", [4, 7])
 def test_any_number_of_splits(seed: int, monkeypatch: pytest.MonkeyPatch, split: int, group: int) -> None:
-    monkeypatch.setattr(cuda_mixed, "splits", lambda *args: split)
+    monkeypatch.setattr(cuda_mixed_sm90, "splits", lambda *args: split)
     args = problem(4, group, 192)
-    check(cuda_mixed.attend_coded(*args), args)
+    check(cuda_mixed_sm90.attend_coded(*args), args)
 
 
 def test_scores_are_as_much_larger_as_the_rotation_makes_keys(seed: int) -> None:
     args = problem(2, 4, 160, scaling="yarn", factor=4.0, original_max_position=1024)
-    check(cuda_mixed.attend_coded(*args), args)
+    check(cuda_mixed_sm90.attend_coded(*args), args)
 
 
 @pytest.mark.parametrize("split", [1, 5])
 def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
-    monkeypatch.setattr(cuda_mixed, "splits", lambda *args: split)
+    monkeypatch.setattr(cuda_mixed_sm90, "splits", lambda *args: split)
     q, keys, values, begin, end = problem(4, 4, 160)
     assert keys.mean is not None and values.states is not None
     q[0, 5, 9] = math.nan
     keys.mean[keys.states[1], 2, 7] = math.nan
     values.state[0][values.states[4], 1, 3] = math.nan
-    out, lse = cuda_mixed.attend_coded(q, keys, values, begin, end)
+    out, lse = cuda_mixed_sm90.attend_coded(q, keys, values, begin, end)
     assert lse[0].isnan().tolist() == out[0].isnan().any(-1).tolist() == [row == 5 for row in range(16)]
     assert lse[1].isnan().tolist() == out[1].isnan().any(-1).tolist() == [row // 4 == 2 for row in range(16)]
     assert out[4].isnan().any(-1).tolist() == [row // 4 == 1 for row in range(16)]
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
-    check_replays(cuda_mixed.attend_coded, problem(8, 4, 192))
+    check_replays(cuda_mixed_sm90.attend_coded, problem(8, 4, 192))
 
 
 def test_other_sources_are_refused(seed: int) -> None:
     q, keys, values, *lengths = problem(2, 4, 96)
     with pytest.raises(ValueError, match="takes those of a basis in 8 bits, not LatentKeys"):
-        cuda_mixed.attend_coded(q, keys.decoded(), values, *lengths)
+        cuda_mixed_sm90.attend_coded(q, keys.decoded(), values, *lengths)
     with pytest.raises(ValueError, match="takes values in vq-4x256, not dense"):
-        cuda_mixed.attend_coded(q, keys, DenseRows(values.codes, values.pages), *lengths)
+        cuda_mixed_sm90.attend_coded(q, keys, DenseRows(values.codes, values.pages), *lengths)
     with pytest.raises(RuntimeError, match="q has dtype"):
-        cuda_mixed.attend_coded(q.float(), keys, values, *lengths)
+        cuda_mixed_sm90.attend_coded(q.float(), keys, values, *lengths)
     with pytest.raises(RuntimeError, match="is not made for rank 64"):
         short = replace(keys, latents=keys.latents[..., :32].contiguous(), basis=keys.basis[:, :64].contiguous())
         assert keys.widths is not None and keys.basis_step is not None
         state = {"widths": keys.widths[:, :64].contiguous(), "basis_step": keys.basis_step[:, :64].contiguous()}
-        cuda_mixed.attend_coded(q, replace(short, **state), values, *lengths)
+        cuda_mixed_sm90.attend_coded(q, replace(short, **state), values, *lengths)

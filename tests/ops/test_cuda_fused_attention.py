@@ -6,16 +6,22 @@ import pytest
 import torch
 from plain_formulas import assert_close_like_lowp
 
-from shadowkv.ops.attend_blocks import cuda as hopper
+from shadowkv.ops.attend_blocks import cuda_sm90 as hopper
+from shadowkv.ops.block_attention import cuda as flash_block
+from shadowkv.ops.block_attention import cuda_sm90_flash as hopper_block
 from shadowkv.ops.block_attention import reference
-from shadowkv.ops.causal_attention import cuda as causal
+from shadowkv.ops.causal_attention import cuda as flash_causal
+from shadowkv.ops.causal_attention import cuda_sm90_flash as hopper_causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import FEWEST_TILES, attend, is_ours
-from shadowkv.ops.select_blocks.reference import BLOCK
+from shadowkv.ops.fused_attention import FEWEST_TILES
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+BACKENDS = [(flash_block, flash_causal)]
+if hopper.available():
+    BACKENDS.append((hopper_block, hopper_causal))
+NAMES = ["cuda", "cuda_sm90_flash"][: len(BACKENDS)]
 SHAPES = [(2, 4, 128), (1, 7, 128), (2, 1, 64), (2, 3, 96)]
 
 
@@ -27,13 +33,19 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
     return [torch.randn(n, heads * group, dim, device="cuda").to(dtype), k, v]
 
 
-@pytest.fixture(params=[FEWEST_TILES, 1], ids=["chosen", "ours"], autouse=True)
+@pytest.fixture(params=[FEWEST_TILES, 1], ids=["by size", "ours"], autouse=True)
 def fewest_tiles(request, monkeypatch):
-    """As it is chosen, and always our kernel where there is one."""
+    """As it is on a Hopper, and always our kernel there."""
     monkeypatch.setattr("shadowkv.ops.fused_attention.FEWEST_TILES", request.param)
     return request.param
 
 
+def skip_what_is_not_supported(backend, dim: int) -> None:
+    if backend in (hopper_block, hopper_causal) and dim not in hopper.DIMS:
+        pytest.skip("not a head dim of the kernel for Hopper")
+
+
+@pytest.mark.parametrize("backend", [block for block, _ in BACKENDS], ids=NAMES)
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -44,10 +56,11 @@ def fewest_tiles(request, monkeypatch):
         (3000, 6000, True), (130, 128, False),
     ],
 )  # fmt: skip
-def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+def test_a_block(backend, n: int, m: int, masked: bool, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    skip_what_is_not_supported(backend, dim)
     q, k, v = case(n, m, heads, group, dim, dtype)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = attend(q, k, v, masked)
+    out, lse = backend.block_attention(q, k, v, masked)
     exact, exact_lse = reference.block_attention(q.double(), k.double(), v.double(), masked)
     low, _ = reference.block_attention(q, k, v, masked)
     assert out.dtype == dtype
@@ -55,20 +68,11 @@ def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int,
     torch.testing.assert_close(lse, exact_lse.float(), atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("backend", [causal for _, causal in BACKENDS], ids=NAMES)
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 @pytest.mark.parametrize(("n", "m"), [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (512, 75000)])
-def test_large_blocks_of_a_prompt(n: int, m: int, heads: int, group: int, dim: int) -> None:
+def test_large_blocks_of_a_prompt(backend, n: int, m: int, heads: int, group: int, dim: int) -> None:
+    skip_what_is_not_supported(backend, dim)
     q, k, v = case(n, m, heads, group, dim, torch.bfloat16)
     exact = causal_reference.causal_attention(q.double(), k.double(), v.double())
-    assert_close_like_lowp(causal.causal_attention(q, k, v), exact, causal_reference.causal_attention(q, k, v))
-
-
-@pytest.mark.skipif(not hopper.available(), reason="needs a Hopper and the attend_blocks_sm90 library")
-def test_what_is_ours(fewest_tiles) -> None:
-    def ours(n: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return is_ours(torch.empty(n, 8, dim, device="cuda", dtype=dtype))
-
-    assert ours(FEWEST_TILES * BLOCK // 8)
-    assert ours(FEWEST_TILES * BLOCK // 8 - BLOCK) == (fewest_tiles == 1)
-    assert not ours(4096, dim=256)
-    assert not ours(4096, dtype=torch.float32)
+    assert_close_like_lowp(backend.causal_attention(q, k, v), exact, causal_reference.causal_attention(q, k, v))

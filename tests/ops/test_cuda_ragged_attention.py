@@ -7,10 +7,10 @@ import torch
 from plain_formulas import assert_close_like_lowp
 from test_ragged_attention import LENGTHS, packed
 
-from shadowkv.ops.ragged_attention import cuda, reference, triton
+from shadowkv.ops.ragged_attention import cuda_sm90, reference, triton
 from shadowkv.ops.registry import Ops
 
-if not cuda.available():
+if not cuda_sm90.available():
     pytest.skip("needs a Hopper and the attend_blocks_sm90 library", allow_module_level=True)
 
 
@@ -29,16 +29,16 @@ def poisoned_outputs(monkeypatch):
 def test_packed_sequences_see_themselves_alone(seed, heads, group, dim, lengths, dtype):
     args = packed(lengths, heads, group, dim, dtype)
     exact = reference.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
-    assert_close_like_lowp(cuda.ragged_attention(*args), exact, triton.ragged_attention(*args))
+    assert_close_like_lowp(cuda_sm90.ragged_attention(*args), exact, triton.ragged_attention(*args))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_is_not_a_number_stays_in_its_sequence(seed, dim):
     q, k, v, starts, longest = packed([200, 300, 77, 130], 2, 4, dim, torch.bfloat16)
-    expected = cuda.ragged_attention(q, k, v, starts, longest)
+    expected = cuda_sm90.ragged_attention(q, k, v, starts, longest)
     for x in (q, k, v):
         x[200:500] = math.nan
-    out = cuda.ragged_attention(q, k, v, starts, longest)
+    out = cuda_sm90.ragged_attention(q, k, v, starts, longest)
     assert torch.equal(out[:200], expected[:200])
     assert torch.equal(out[500:], expected[500:])
     assert out[200:500].isnan().all()
@@ -46,12 +46,12 @@ def test_what_is_not_a_number_stays_in_its_sequence(seed, dim):
 
 def test_tiles_in_any_order_give_the_same_bits(seed):
     args = packed([3000, 100, 2000, 1, 900], 4, 4, 128, torch.bfloat16)
-    first = cuda.ragged_attention(*args)
+    first = cuda_sm90.ragged_attention(*args)
     for _ in range(10):
-        assert torch.equal(cuda.ragged_attention(*args), first)
+        assert torch.equal(cuda_sm90.ragged_attention(*args), first)
 
 
-@pytest.mark.parametrize("backend", [cuda, triton], ids=["cuda", "triton"])
+@pytest.mark.parametrize("backend", [cuda_sm90, triton], ids=["cuda_sm90", "triton"])
 def test_the_host_does_not_wait(seed, backend):
     args = packed([100, 1, 300], 2, 4, 128, torch.bfloat16)
     backend.ragged_attention(*args)  # compiled
@@ -72,8 +72,8 @@ def test_wrong_arguments_are_refused(seed):
         ((q, k.half(), v, starts), "k has dtype"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            cuda.ragged_attention(*wrong, longest)
+            cuda_sm90.ragged_attention(*wrong, longest)
 
 
 def test_it_is_what_16_bits_get() -> None:
-    assert Ops("cuda").backends["ragged_attention"] == "cuda"
+    assert Ops("cuda").backends["ragged_attention"] == "cuda_sm90"

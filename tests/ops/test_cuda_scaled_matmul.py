@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from shadowkv.layers.fp8_linear import FP8Linear
-from shadowkv.models.fp8 import fill_quantised, unfit
+from shadowkv.layers.linear import FP8Linear
+from shadowkv.models.checkpoints.stored_weight import fill_quantised
+from shadowkv.models.loader import unfit
 from shadowkv.ops.quantise_tokens import reference as quantise_reference
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
@@ -45,7 +46,8 @@ def test_codes_are_the_references_bit_for_bit(seed: int, rows: int) -> None:
 def projection(k: int, n: int, bias: bool, overrides: dict[str, str] | None = None) -> FP8Linear:
     generator = torch.Generator(DEVICE).manual_seed(0)
     ops = Ops(DEVICE, overrides=overrides)
-    linear = FP8Linear(k, n, bias=bias, dtype=torch.bfloat16, device=DEVICE, ops=ops)
+    linear = FP8Linear(k, n, bias=bias, dtype=torch.bfloat16, device=DEVICE)
+    linear.ops = ops
     fill_quantised(linear.weight, linear.weight_scale, torch.randn(n, k, generator=generator, device=DEVICE) * k**-0.5)
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)

@@ -9,10 +9,10 @@ from drawn_blocks import check_draws
 from torch import Tensor
 
 from shadowkv.ops.case import Case
-from shadowkv.ops.select_blocks import cuda, triton
+from shadowkv.ops.select_blocks import cuda_sm90, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LEAST_BLOCKS, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
-if not cuda.available():
+if not cuda_sm90.available():
     pytest.skip("needs a Hopper and the score_blocks_sm90 library", allow_module_level=True)
 
 LENGTHS = [  # queries, keys
@@ -66,7 +66,7 @@ def score(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
     """[tiles of whole parts, query heads, sampled, blocks]; what was not written is NaN."""
     group = q.shape[1] // k.shape[1]
     scores = triton.score_buffer(q, k).fill_(math.nan)
-    cuda.score_blocks(q, k, sampled, scores)
+    cuda_sm90.score_blocks(q, k, sampled, scores)
     used = triton.tiles_together(group) * group * SAMPLED
     assert scores[..., used:].isnan().all()
     by_tile = scores[..., :used].unflatten(3, (-1, group, SAMPLED)).permute(2, 3, 1, 4, 5, 0)
@@ -91,20 +91,20 @@ def check(q: Tensor, k: Tensor, sampled: Tensor, close: float = CLOSE) -> Tensor
 
 
 @pytest.mark.parametrize(("n", "m"), LENGTHS)
-@pytest.mark.parametrize("dim", cuda.DIMS)
-@pytest.mark.parametrize("dtype", cuda.DTYPES)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
+@pytest.mark.parametrize("dtype", cuda_sm90.DTYPES)
 def test_any_length(seed, n, m, dim, dtype):
     check(*problem(n, m, 2, 2, dim, dtype))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_any_group(seed, group, heads, dim):
     check(*problem(700, 3100, heads, group, dim))
 
 
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_more_spans_than_multiprocessors(seed, dim):
     """Blocks take several spans each: rings, parities and turns go on from one to the next."""
     args = problem(2000, 30_000, 8, 4, dim)
@@ -113,8 +113,8 @@ def test_more_spans_than_multiprocessors(seed, dim):
         assert torch.equal(score(*args).nan_to_num(), first.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", cuda.DTYPES)
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dtype", cuda_sm90.DTYPES)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_sums_far_from_one(seed, dim, dtype):
     """Peaks rise and fall by hundreds of powers of two from block to block, for some rows."""
     q, k, sampled = problem(300, 6000, 2, 4, dim, dtype)
@@ -150,15 +150,15 @@ def test_what_is_not_a_number_stays_in_its_row(seed):
 @pytest.fixture
 def poisoned_scores(monkeypatch):
     """Scores are NaN until they are written."""
-    monkeypatch.setattr(cuda, "score_buffer", lambda q, k: triton.score_buffer(q, k).fill_(math.nan))
+    monkeypatch.setattr(cuda_sm90, "score_buffer", lambda q, k: triton.score_buffer(q, k).fill_(math.nan))
 
 
 @pytest.mark.parametrize(("n", "m", "heads", "group"), [(300, 5037, 2, 4), (1000, 9000, 1, 7), (1, 3000, 2, 1)])
 @pytest.mark.parametrize(("error", "whole"), [(0.1, 0), (0.03, 0), (0.0, 0), (0.1, 140)])
-@pytest.mark.parametrize("dim", cuda.DIMS)
+@pytest.mark.parametrize("dim", cuda_sm90.DIMS)
 def test_drawn_blocks(seed, poisoned_scores, n, m, heads, group, error, whole, dim):
     q, k = torch.randn(n, heads * group, dim).cuda().bfloat16(), torch.randn(m, heads, dim).cuda().bfloat16()
-    blocks = cuda.select_blocks(2 * q, k, error, whole)
+    blocks = cuda_sm90.select_blocks(2 * q, k, error, whole)
     unlisted = check_draws(2 * q, k, blocks, triton.sample_queries(2 * q), error, whole, LEAST_BLOCKS, 0.02)
     if error == 0 or n < BLOCK:
         assert not unlisted
@@ -169,10 +169,10 @@ def test_drawn_blocks(seed, poisoned_scores, n, m, heads, group, error, whole, d
 def test_captured_in_a_graph_it_gives_the_same_blocks(seed):
     q = torch.randn(700, 8, 128, device="cuda").bfloat16()
     k = torch.randn(5000, 2, 128, device="cuda").bfloat16()
-    indices, counts, weights = cuda.select_blocks(q, k, 0.1)
+    indices, counts, weights = cuda_sm90.select_blocks(q, k, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda.select_blocks(q, k, 0.1)
+        captured = cuda_sm90.select_blocks(q, k, 0.1)
     for _ in range(3):
         for x in captured:
             x.fill_(-1)
@@ -188,12 +188,12 @@ def test_captured_in_a_graph_it_gives_the_same_blocks(seed):
 )
 def test_what_other_kernels_are_for_is_refused(seed, dim, dtype, group):
     case = Case(frozenset({"select_blocks"}), torch.bfloat16, 128, 32, 2, 128)
-    assert cuda.supports(case) == []
-    assert len(cuda.supports(replace(case, head_dim=dim, dtype=dtype, num_query_heads=2 * group))) == 1
+    assert cuda_sm90.supports(case) == []
+    assert len(cuda_sm90.supports(replace(case, head_dim=dim, dtype=dtype, num_query_heads=2 * group))) == 1
     said = "dtype" if dtype == torch.float32 else "head dim 96" if dim == 96 else "17 query heads"
     q, k, sampled = problem(200, 400, 1, group, dim, dtype)
     with pytest.raises(RuntimeError, match=said):
-        cuda.score_blocks(q, k, sampled, triton.score_buffer(q, k))
+        cuda_sm90.score_blocks(q, k, sampled, triton.score_buffer(q, k))
 
 
 def test_wrong_arguments_are_refused(seed):
@@ -216,4 +216,4 @@ def test_wrong_arguments_are_refused(seed):
     ):
         # PyTorch raises the latter for tensors of a device that has no kernel of the op.
         with pytest.raises((RuntimeError, NotImplementedError), match=said):
-            cuda.score_blocks(*wrong)
+            cuda_sm90.score_blocks(*wrong)

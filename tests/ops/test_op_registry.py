@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import shadowkv.ops
-from shadowkv.layers import block_matrix
+from shadowkv.layers.block_matrix import BlockMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
+from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
+from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
+from shadowkv.ops.fused_attention import FEWEST_TILES
 from shadowkv.ops.registry import NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
@@ -20,9 +23,13 @@ BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if pa
 TURBO = Case(
     ops=frozenset(NAMES) - {"attend_coded"}, dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
-    capability=(9, 0), block_memory=232448,
+    host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
-"""Llama-3.1-8B on an H200."""
+"""Llama-3.1-8B on an H200, its values on the host."""
+FOR_HOPPER = {"attend_selected", "block_attention", "causal_attention"}
+"""Ops with kernels for Hopper beside those for any GPU."""
+INT4 = replace(TURBO, ops=frozenset(NAMES), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
+"""The same with keys of 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
 """Formats of the preset of that name."""
 
@@ -63,10 +70,96 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
-    assert slow == {*block_matrix.OPS, *windows}  # nor does it call the others: on a GPU no weight stays in blocks
-    assert ops.backends["causal_attention"] == "cuda"
-    assert not any(ops.reasons.values())
+    assert slow == {*BlockMatrix.calls, *windows}  # nor does it call the others: on a GPU no weight stays in blocks
+    assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
+    assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
+    assert ops.backends["attend_selected"] == "cuda"
     assert not ops.synchronising
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"rank": 32, "latent_width": 32}, None),
+        ({"head_dim": 64, "rope_dim": 64}, None),
+        ({"chunk": 16}, None),
+        ({"dtype": torch.float16}, "torch.float16 is not bfloat16"),
+        ({"num_query_heads": 72}, "9 query heads a kv head are more than 8"),
+        ({"chunk": 32}, "chunks of 32 tokens are not of 1, 2, 4, 8, 16"),
+        ({"head_dim": 256, "rope_dim": 256}, "head dim 256 is not 64 or 128"),
+        ({"key_codec": 17}, "codec 17 of keys is not low-rank-int4"),
+        ({"key_codec": 5, "centred": True, "rank": 0, "latent_width": 0}, "codec 5 of keys is not low-rank-int4"),
+        ({"value_codec": 0}, "codec 0 of values is not one of equal steps"),
+        ({"rank": 192, "latent_width": 112}, "rank 192 is not one of 32, 64, 96, 128, 160"),
+        ({"rank": 48, "latent_width": 40}, "rank 48 is not one of 32, 64, 96, 128, 160"),
+        ({"latent_width": 112}, "latents of 112 bytes have not 32 dimensions in 8 bits and the others in 4"),
+        ({"host_values": True}, "values are on the host"),
+        ({"host_values": True, "fetched_bytes": 48}, "values are on the host"),
+        ({"rope_dim": 64}, "RoPE rotates 64 of 128 dimensions, in halves: not all in halves"),
+        ({"interleaved": True}, "RoPE rotates 128 of 128 dimensions, in neighbours: not all in halves"),
+    ],
+)
+def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
+    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str | None
+) -> None:
+    """For selected chunks, and for all where there is no index."""
+    monkeypatch.setattr("shadowkv.ops.attend_selected.cuda.supports", lambda case: [])
+    ops = Ops("cuda", replace(INT4, **changes))
+    assert ops.backends["attend_selected"] == ("cuda" if reason else "cuda_sm90")
+    assert len(ops.reasons["attend_selected"]) == (reason is not None)
+    assert reason is None or reason in ops.reasons["attend_selected"][0]
+    assert (ops.backends["attend_coded"] == "cuda_selected_sm90") == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal", "block"),
+    [
+        ({}, "cuda_sm90_flash", "cuda_sm90_flash"),
+        ({"dtype": torch.float16, "head_dim": 64}, "cuda_sm90_flash", "cuda_sm90_flash"),
+        ({"head_dim": 96}, "cuda", "cuda"),
+        ({"head_dim": 256}, "cuda", "cuda"),
+        ({"head_dim": 264}, "cuda_masked", "reference"),
+        ({"head_dim": 84}, "cuda_masked", "reference"),
+        ({"dtype": torch.float32}, "cuda_masked", "reference"),
+    ],
+)
+def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], causal: str, block: str) -> None:
+    ops = Ops("cuda", replace(INT4, ops=frozenset({"block_attention", "causal_attention"}), **changes))
+    assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == (causal, block)
+    if causal != "cuda_sm90_flash":
+        assert ops.reasons["causal_attention"][0].startswith("cuda_sm90_flash: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "tiles"),
+    [(1, 32, 32), (128, 32, 32), (129, 32, 64), (1024, 8, 64), (896, 8, 56), (8192, 32, 2048)],
+)
+def test_on_hopper_few_queries_go_to_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, tiles: int
+) -> None:
+    """By the size of a call alone, as the backend's name says."""
+    for kernel in ("attend_sequences", "flash_attention"):
+        monkeypatch.setattr(f"shadowkv.ops.fused_attention.{kernel}", lambda q, *_, kernel=kernel: (kernel, kernel))
+    expected = "attend_sequences" if tiles >= FEWEST_TILES else "flash_attention"
+    q, k = torch.empty(tokens, heads, 64), torch.empty(tokens, 2, 64)
+    assert causal_attention.causal_attention(q, k, k) == expected
+    assert block_attention.block_attention(q, k.transpose(0, 1), k.transpose(0, 1)) == (expected, expected)
+
+
+def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in (
+        *(("attend_selected", "cuda_sm90"), ("attend_coded", "cuda_selected_sm90")),
+        *(("causal_attention", "cuda_sm90_flash"), ("block_attention", "cuda_sm90_flash")),
+    ):
+        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.available", lambda: False)
+    monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", lambda case: [])
+    ops = Ops("cuda", INT4)
+    assert {name: ops.backends[name] for name in FOR_HOPPER} == dict.fromkeys(FOR_HOPPER, "cuda")
+    assert ops.backends["attend_coded"] == "cuda_selected"
+    for name in FOR_HOPPER:
+        (told,) = ops.reasons[name]
+        assert told.endswith(": not built, or does not run here")
 
 
 SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
@@ -119,7 +212,7 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
 def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
     ops = Ops("cuda", replace(TURBO, head_dim=96))
     assert ops.backends["ragged_attention"] == ops.backends["attend_blocks"] == "triton"
-    assert ops.reasons["ragged_attention"] == ["cuda: head dim 96 is not 64 or 128"]
+    assert ops.reasons["ragged_attention"] == ["cuda_sm90: head dim 96 is not 64 or 128"]
 
 
 @pytest.mark.parametrize(
@@ -159,18 +252,30 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
 @pytest.mark.parametrize(
     ("changes", "backend", "reason"),
     [
-        ({}, "cuda_mixed", None),
-        ({"rank": 176}, "triton_selected", "cuda_mixed: rank 176 is not one of 96, 128, 160, 192"),
-        ({"num_kv_heads": 9, "num_query_heads": 36}, "triton_selected", "cuda_mixed: 9 kv heads are an odd number"),
-        ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed: head dim 64 is not 128"),
-        ({"interleaved": True}, "triton_selected", "cuda_mixed: RoPE rotates not all dimensions, or not in halves"),
+        ({}, "cuda_mixed_sm90", None),
+        ({"rank": 176}, "triton_selected", "cuda_mixed_sm90: rank 176 is not one of 96, 128, 160, 192"),
+        (
+            {"num_kv_heads": 9, "num_query_heads": 36},
+            "triton_selected",
+            "cuda_mixed_sm90: 9 kv heads are an odd number",
+        ),
+        ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed_sm90: head dim 64 is not 128"),
+        (
+            {"interleaved": True},
+            "triton_selected",
+            "cuda_mixed_sm90: RoPE rotates not all dimensions, or not in halves",
+        ),
         (
             {"host_values": True},
             "triton_selected",
-            "cuda_mixed: values are on the host, from where pages were never copied as a whole",
+            "cuda_mixed_sm90: values are on the host, from where pages were never copied as a whole",
         ),
-        ({"capability": (8, 0)}, "triton_selected", "cuda_mixed: compute capability (8, 0) is not that of Hopper, 9.0"),
-        ({"key_codec": 18, "value_codec": 2}, "cuda_selected", "cuda_mixed: codec 2 of values is not vq-4x256"),
+        (
+            {"capability": (8, 0)},
+            "triton_selected",
+            "cuda_mixed_sm90: compute capability (8, 0) is not that of Hopper, 9.0",
+        ),
+        ({"key_codec": 18, "value_codec": 2}, "cuda_selected", "cuda_mixed_sm90: codec 2 of values is not vq-4x256"),
         ({"value_codec": 10}, "reference", "triton_selected: codec 10 of values is unknown"),
     ],
 )
@@ -182,7 +287,8 @@ def test_low_rank_keys_without_an_index_have_kernels(
         return [] if case.key_codec == 18 else ["no kernel for its codecs"]
 
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
-    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, **{**SHARD, **changes}))
+    on_device = replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, host_values=False)
+    ops = Ops("cuda", replace(on_device, **{**SHARD, **changes}))
     assert ops.backends["attend_coded"] == backend
     if reason is not None:
         name, _, why = reason.partition(": ")
@@ -241,3 +347,24 @@ def test_no_backend_calls_its_own_reference(path: Path) -> None:
             assert node.value.id != "reference", f"line {node.lineno}"
         if isinstance(node, ast.ImportFrom) and node.module == f"shadowkv.ops.{name}.reference":
             assert name not in [alias.name for alias in node.names], f"line {node.lineno}"
+
+
+SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["available"]}
+"""What asks whether a kernel serves a call, as no case tells: the rank of one group of kv heads."""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_runs_is_chosen_by_the_registry_alone(path: Path) -> None:
+    """No function of a backend asks at each call what is there, or calls another backend of its op."""
+    asked, op = [], path.parent.name
+    siblings = {file.stem for file in path.parent.glob("*.py")} - {path.stem} if op in NAMES else set()
+    for function in ast.parse(path.read_text()).body:
+        if not isinstance(function, ast.FunctionDef) or function.name in ("available", "supports"):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                asked += [called] * (called in ("available", "supports", "takes"))
+            if isinstance(node, ast.Attribute) and node.attr == op and isinstance(node.value, ast.Name):
+                assert node.value.id not in siblings, f"line {node.lineno}"
+    assert asked == SIZE_OF_A_CALL.get(str(path.relative_to(ROOT)), [])

@@ -21,6 +21,7 @@ from shadowkv.engine.startup.sizing import (
     working_bytes,
 )
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -29,7 +30,7 @@ from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
-from shadowkv.plan.memory import sequence_bytes
+from shadowkv.plan.planner import sequence_bytes
 from shadowkv.wording import GIB
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
@@ -47,7 +48,8 @@ def make_layout(spec: KVSpec, shape: ModelShape = SHAPE, dtype: torch.dtype = to
 
 
 def make_cache(spec: KVSpec, slots: int, memory: Blocks) -> KVCache:
-    return KVCache(make_layout(spec), ROPE, slots=slots, memory=memory)
+    layout = make_layout(spec)
+    return KVCache(layout, ROPE, slots=slots, memory=memory, ops=choose_ops(layout, ROPE, "cpu"))
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 744, 745, 1000, 4095, 4096])
@@ -229,7 +231,7 @@ def test_policies_leave_room_for_what_their_parts_fit(kv: str, taken: int) -> No
 )
 def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:
     """Of 3,000 tokens on the CPU, whose allocations a profiler sees: beside half a megabyte for what does not grow."""
-    cache = KVCache(make_layout(preset(kv)), ROPE, slots=1, memory=Blocks(device=8, host=8), device="cpu")
+    cache = make_cache(preset(kv), 1, Blocks(device=8, host=8))
     part, rows = getattr(cache.parts, axis), torch.randn(3, 1, 1, 3000, SHAPE.num_kv_heads, SHAPE.head_dim)
     tokens = FittedTokens(*rows, torch.zeros(1, dtype=torch.int64))
     taken = peak_bytes(lambda: part.fit(cache.store, slice(0, 1), torch.zeros(1, dtype=torch.int64), tokens))
@@ -247,7 +249,7 @@ def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:
 )
 def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: int) -> None:
     """A quarter of the pages that are sealed at a time, in a quarter of what is asked for those."""
-    cache = KVCache(make_layout(preset(kv)), ROPE, slots=1, memory=Blocks(device=200, host=8), device="cpu")
+    cache = make_cache(preset(kv), 1, Blocks(device=200, host=8))
     part, none, count = getattr(cache.parts, axis), torch.zeros(1, dtype=torch.int64), pages // 4
     rows, number = torch.randn(3, 1, 1, PAGE * count, SHAPE.num_kv_heads, SHAPE.head_dim), torch.arange(count)
     part.fit(cache.store, slice(0, 1), none, FittedTokens(*rows, none))

@@ -3,7 +3,18 @@
 from pathlib import Path
 
 import pytest
-from line_limits import EXCEPTIONS, FOLDERS, OF_A_FILE, OF_A_FUNCTION, ROOT, cpp_functions, python_functions, too_long
+from line_limits import (
+    EXCEPTIONS,
+    FOLDERS,
+    OF_A_FILE,
+    OF_A_FOLDER,
+    OF_A_FUNCTION,
+    ROOT,
+    cpp_functions,
+    crowded,
+    python_functions,
+    too_long,
+)
 
 PYTHON = '''
 def short(): return 1
@@ -87,6 +98,17 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
         f"csrc/a/kernel.cuh: g has {OF_A_FUNCTION + 1} lines, more than {OF_A_FUNCTION}",
         f"shadowkv/long.py: {OF_A_FILE + 1} lines, more than {OF_A_FILE}",
     ]
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    for number in range(OF_A_FOLDER):
+        file(tmp_path, f"shadowkv/room/part_{number}.py", "")
+        file(tmp_path, f"tests/test_{number}.py", "")
+    file(tmp_path, "shadowkv/room/within/one_more.py", "")
+    file(tmp_path, "tests/test_one_more.py", "")
+    assert crowded(tmp_path) == []
+    file(tmp_path, "shadowkv/room/one_more.cpp", "")
+    assert [line.partition(",")[0] for line in crowded(tmp_path)] == [f"shadowkv/room: {OF_A_FOLDER + 1} files"]
 
 
 def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:

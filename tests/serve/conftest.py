@@ -16,10 +16,10 @@ from cached_server import MODEL, serving
 from fake_engine import FakeEngine
 from http_server import http_server
 
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.sources import resolve
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.serve.app import build_app
 from shadowkv.serve.batch.answers import run_batch
 from shadowkv.serve.batch.files import BatchFiles

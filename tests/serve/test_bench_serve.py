@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,16 +14,13 @@ import pytest
 from fake_engine import FakeEngine
 from http_server import http_server
 
+from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv import __version__
 from shadowkv.bench.__main__ import main
 from shadowkv.bench.serving_stats import Record, decode_only, figures
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from tiny_model import ENGINE, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine, FakeTokenizer
 from test_serve_errors import error_of
 
-from shadowkv.models.byte_tokenizer import byte_tokenizer
+from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.text import tokenization
 from shadowkv.serve.text.tokenization import FIRST_PART, LONG, TURNS, encode, in_turn

@@ -12,7 +12,7 @@ from replies import events
 from test_serve_errors import error_of
 
 from shadowkv.engine.structured.grammar import GrammarCompiler
-from shadowkv.models.byte_tokenizer import byte_tokenizer
+from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies import limits
 from shadowkv.serve.http.settings import ServerSettings

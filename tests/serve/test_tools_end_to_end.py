@@ -17,7 +17,6 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import agent

@@ -2,10 +2,22 @@
 #pragma once
 
 #include "constants.h"
-#include "products.cuh"
+#include "kernels/common/row_blocks.cuh"
+#include "shape.cuh"
 #include "softmax.cuh"
 
 namespace shadowkv {
+
+// Issues sums += p v, the weighted sum of a block's values, in a separate group.
+template <class Shape>
+__device__ __forceinline__ void begin_sums(float (&sums)[Shape::kDim / 2], const uint32_t (&p)[32], uint32_t values) {
+  const uint32_t b = swizzled_rows(values) | kBoxBytes / 16 << 16;
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < kBlock / 16; ++step)
+    value_product<typename Shape::Element>(sums, p + step * 4, b + step * 128);
+  close_products();
+}
 
 // A warpgroup's state of the current tile. Both go through the same blocks and take turns at issuing products, so that
 // one's softmax is computed during the other's products.

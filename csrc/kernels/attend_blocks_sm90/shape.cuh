@@ -1,7 +1,7 @@
 // What attention over blocks on Hopper reads and writes, its order of tiles, and its shared memory.
 #pragma once
 
-#include "../block_copies.cuh"
+#include "kernels/common/row_blocks.cuh"
 
 namespace shadowkv {
 

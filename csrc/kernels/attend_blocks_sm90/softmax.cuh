@@ -2,7 +2,7 @@
 // neighbouring columns, 2t and 2t + 1, from each of 16 groups of eight, in s[4 i + 2 r + e].
 #pragma once
 
-#include "../mma.cuh"
+#include "kernels/common/mma.cuh"
 
 #include <cmath>
 #include <type_traits>
@@ -37,11 +37,11 @@ struct RunningSoftmax {
     bool rises = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float& most = high[r][0];
-      most = fmaxf(most, high[r][1]);
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + raise, peak[r]);
-      rises |= (most - peak[r]) * scale > kSlack;
+      float& highest = high[r][0];
+      highest = fmaxf(highest, high[r][1]);
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(fmaxf(highest, __shfl_xor_sync(~0u, highest, 2)) + raise, peak[r]);
+      rises |= (highest - peak[r]) * scale > kSlack;
     }
     rises = __any_sync(~0u, rises);
     if (rises) {

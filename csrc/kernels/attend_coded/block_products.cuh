@@ -47,7 +47,7 @@ struct BlockKeys : BlockKeyPage {
 
   // Row g of tile i is token 2 i, row g + 8 the next one. Products of blocks, 256 upper + lower, are exact.
   __device__ __forceinline__ void multiply(
-      const LevelBytes& levels, const Asked& asked, int lane, Products& found) {
+      const LevelBytes& levels, const Asked& asked, int lane, Products& products) {
     const int g = lane / 4, t = lane % 4;
     put_in_order(*this, lane);
     uint32_t q[4][2];
@@ -68,7 +68,7 @@ struct BlockKeys : BlockKeyPage {
         mma_s8s8(c, {even[unit][quad], odd[unit][quad], even[unit][quad + 1], odd[unit][quad + 1]}, q[b]);
         sum[0] += float(256 * c[0] + c[1]) * scale[0][b], sum[1] += float(256 * c[2] + c[3]) * scale[1][b];
       }
-      found.product[2 * i] = sum[0], found.product[2 * i + 1] = sum[1];
+      products.product[2 * i] = sum[0], products.product[2 * i + 1] = sum[1];
     }
   }
 };

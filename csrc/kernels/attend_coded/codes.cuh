@@ -18,7 +18,9 @@
 #include <utility>
 
 #include "codecs.h"
-#include "../mma.cuh"
+#include "constants.h"
+#include "kernels/common/memory.cuh"
+#include "kernels/common/mma.cuh"
 
 namespace shadowkv {
 

@@ -26,7 +26,7 @@ struct LevelKeys : CodedPage<Codec> {
 
   // Products 2 (256 upper + lower) + sum are exact. Row g of tile i is token 2 i, row g + 8 the next one.
   __device__ __forceinline__ void multiply(
-      const LevelBytes& levels, const Asked& asked, int lane, Products& found) const {
+      const LevelBytes& levels, const Asked& asked, int lane, Products& products) const {
     const int g = lane / 4, t = lane % 4, sum = asked.sum[t];
     uint32_t q[4][2];
     asked.read(g, t, q);
@@ -43,10 +43,10 @@ struct LevelKeys : CodedPage<Codec> {
         const int unit = s / 2, quad = s % 2 * 2;
         mma_s8s8(c, {even[unit][quad], odd[unit][quad], even[unit][quad + 1], odd[unit][quad + 1]}, q[s]);
       }
-      found.product[2 * i] = float(512 * c[0] + (2 * c[1] + sum));
-      found.product[2 * i + 1] = float(512 * c[2] + (2 * c[3] + sum));
+      products.product[2 * i] = float(512 * c[0] + (2 * c[1] + sum));
+      products.product[2 * i + 1] = float(512 * c[2] + (2 * c[3] + sum));
     }
-    eight_floats(this->scales_of(g), found.scale);
+    eight_floats(this->scales_of(g), products.scale);
   }
 };
 

@@ -79,15 +79,15 @@ struct MeanShared {
     const uint32_t row = shared_address(&near[threadIdx.x % 16][threadIdx.x % 32 / 16 * 8]);
     float c[4][4] = {};
 #pragma unroll
-    for (int two = 0; two < 4; ++two) {
+    for (int pair = 0; pair < 4; ++pair) {
       float4 cos = {}, sin = {};
-      if (16 * t + 4 * two < in.half) {
-        cos = __ldg(reinterpret_cast<const float4*>(in.cos + at) + two);
-        sin = __ldg(reinterpret_cast<const float4*>(in.sin + at) + two);
+      if (16 * t + 4 * pair < in.half) {
+        cos = __ldg(reinterpret_cast<const float4*>(in.cos + at) + pair);
+        sin = __ldg(reinterpret_cast<const float4*>(in.sin + at) + pair);
       }
 #pragma unroll
       for (int one = 0; one < 2; ++one) {
-        const int step = 2 * two + one;
+        const int step = 2 * pair + one;
         const float4 x = products[g / 2][t][step];
         const float cos0 = one == 0 ? cos.x : cos.z, cos1 = one == 0 ? cos.y : cos.w;
         const float sin0 = one == 0 ? sin.x : sin.z, sin1 = one == 0 ? sin.y : sin.w;

@@ -93,10 +93,10 @@ struct SteppedKeys : SteppedKeyPage {
   }
 
   // Row g of tile i is token 2 i, row g + 8 the next one. Products of unsigned codes are exact.
-  __device__ __forceinline__ void multiply(const LevelBytes&, const Asked& asked, int lane, Products& found) const {
+  __device__ __forceinline__ void multiply(const LevelBytes&, const Asked& asked, int lane, Products& products) const {
     const int g = lane / 4, t = lane % 4;
     uint32_t q[4][2];
-    scale_queries(asked, lane, q, found.unit, found.constant);
+    scale_queries(asked, lane, q, products.unit, products.constant);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t even[4][2], odd[4][2];
@@ -104,10 +104,10 @@ struct SteppedKeys : SteppedKeyPage {
       int32_t c[4] = {};
 #pragma unroll
       for (int k = 0; k < 4; ++k) mma_u8s8(c, {even[k][0], odd[k][0], even[k][1], odd[k][1]}, q[k]);
-      found.product[2 * i] = float(256 * c[0] + c[1]), found.product[2 * i + 1] = float(256 * c[2] + c[3]);
+      products.product[2 * i] = float(256 * c[0] + c[1]), products.product[2 * i + 1] = float(256 * c[2] + c[3]);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) found.scale[i] = __half2float(scale_of(g, i));
+    for (int i = 0; i < 8; ++i) products.scale[i] = __half2float(scale_of(g, i));
   }
 };
 

@@ -104,11 +104,11 @@ struct CodeCopies {
       for (int r = 0; r < Rows::kAtOnce; ++r) {
 #pragma unroll
         for (int i = 0; i < Rows::kCycles; ++i) {
-          const uint32_t there = into + to[i] + (round + r) * Rows::kTokens * kCodeRow;
+          const uint32_t target = into + to[i] + (round + r) * Rows::kTokens * kCodeRow;
           if constexpr (kUnit == 16)
-            copy16_async(there, from[i] + row[r][i]);
+            copy16_async(target, from[i] + row[r][i]);
           else
-            copy8_async(there, from[i] + row[r][i]);
+            copy8_async(target, from[i] + row[r][i]);
         }
       }
     }

@@ -2,7 +2,7 @@
 // products.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_places(
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // A missing token uses the latents of some row, which are masked, and the codes of some row, with scale zero.
-    const bool found = chunk[half] >= 0;
+    const bool exists = chunk[half] >= 0;
     const int position = position_of(in, chunk[half], half);
     const uint32_t row = position & kPage - 1;
     const uint32_t latent = key_page[half] * in.latent_page + (kLatentBytes % 32 == 0 ? row * (kLatentBytes / 32) : 0);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_places(
     const uint32_t scale = value_page[half] * in.scale_page + head * (kPage / 16) + row / 16;
     store_shared16(
         places + (half * 32 + lane) * 16,
-        found ? make_uint4(latent, scale, code, first + position) : make_uint4(0, 0, 0, ~0u));
+        exists ? make_uint4(latent, scale, code, first + position) : make_uint4(0, 0, 0, ~0u));
   }
 }
 

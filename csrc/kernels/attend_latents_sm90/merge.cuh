@@ -2,7 +2,7 @@
 #pragma once
 
 #include "constants.h"
-#include "../early_launch.cuh"
+#include "kernels/common/early_launch.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -1,12 +1,21 @@
 // What attention from latents on Hopper reads and writes, how its tiles are distributed, and its shared memory.
 #pragma once
 
-#include "../attend/value_codecs.cuh"
-#include "async.cuh"
+#include "constants.h"
+#include "kernels/attend_selected/value_codecs.cuh"
+#include "kernels/common/hopper.cuh"
+#include "kernels/common/memory.cuh"
 
 #include <cuda_bf16.h>
 
 namespace shadowkv {
+
+// The thread's number, re-read so that the compiler keeps neither it nor what follows from it: registers are scarce.
+__device__ __forceinline__ int this_thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 
 constexpr int kLogLatentTile = 6;
 constexpr int kLatentTile = 64;                  // tokens of a tile, 16 per warp

@@ -1,9 +1,9 @@
 // The consumers: warpgroups that attend, one page each in turn.
 #pragma once
 
-#include "../attend_latents_sm90/keys.cuh"
 #include "fill.cuh"
-#include "products.cuh"
+#include "kernels/common/half_keys.cuh"
+#include "kernels/common/wgmma.cuh"
 #include "values.cuh"
 
 namespace shadowkv {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void begin_scores(float (&s)[4], const HalfKeys& keys
 // running, or else those of other consumers.
 template <class Shape>
 __device__ __forceinline__ void attend_page(
-    const MixedMemory<Shape>& memory, int stage, const bool (&there)[2], bool never, MixedSums<Shape> (&sums)[2]) {
+    const MixedMemory<Shape>& memory, int stage, const bool (&attended)[2], bool never, MixedSums<Shape> (&sums)[2]) {
   const int warp = threadIdx.x / 32 % 4;
   const uint4* const angles = memory.angles() + threadIdx.x % 128;
   uint32_t a[Shape::kSteps][4];
@@ -124,12 +124,12 @@ __device__ __forceinline__ void attend_page(
     settle(s);
     keep_keys(keys[1], never, memory);
     // A warp without any valid token would have no largest score.
-    if (!__any_sync(~0u, there[0] || there[1])) continue;
+    if (!__any_sync(~0u, attended[0] || attended[1])) continue;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       // With few queries, lanes from t = 2 on have no columns of their own and take those of t - 2.
       if constexpr (Shape::kFew) s[j] = __shfl_sync(~0u, s[j], threadIdx.x & 29);
-      s[j] = there[j / 2] ? s[j] : -INFINITY;
+      s[j] = attended[j / 2] ? s[j] : -INFINITY;
     }
     sums[head].add(s, memory.codes(stage) + (head * kPage + warp * 16) * kValueRow, memory.codebook());
   }

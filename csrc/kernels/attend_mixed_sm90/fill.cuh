@@ -2,7 +2,7 @@
 // tokens, the codebook, and where latents of each width are.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {

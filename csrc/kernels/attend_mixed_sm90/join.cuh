@@ -2,7 +2,7 @@
 #pragma once
 
 #include "constants.h"
-#include "../merge_splits.cuh"
+#include "kernels/common/merge_splits.cuh"
 #include "values.cuh"
 
 namespace shadowkv {
@@ -59,9 +59,9 @@ __device__ __forceinline__ void join_warps(
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       // Without tokens a sum is 0, otherwise at least 2^-8, or NaN, which must propagate.
-      const MixedResults<Shape>& found = memory.results(w, head);
-      const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
-      total += weight * found.sum[query], y += weight * found.out[query][dim];
+      const MixedResults<Shape>& of_warp = memory.results(w, head);
+      const float weight = of_warp.sum[query] == 0.0f ? 0.0f : exp2_fast(of_warp.peak[query] - top);
+      total += weight * of_warp.sum[query], y += weight * of_warp.out[query][dim];
     }
     y = total == 0.0f ? 0.0f : y / total * largest[(share.head + head) * kMixedDim];
     y = multiply_by_hadamard(y, memory.results(0, head).out[query], dim, 2 + threadIdx.x / kMixedDim);

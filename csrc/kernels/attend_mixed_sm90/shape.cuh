@@ -1,7 +1,9 @@
 // What attention from mixed latents on Hopper reads, which pages belong to a block, and its shared memory.
 #pragma once
 
-#include "../attend_latents_sm90/async.cuh"
+#include "constants.h"
+#include "kernels/common/hopper.cuh"
+#include "kernels/common/memory.cuh"
 
 #include <cuda_bf16.h>
 

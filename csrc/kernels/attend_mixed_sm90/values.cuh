@@ -1,7 +1,7 @@
 // Values of a warp's tokens, looked up in the codebook, and their sums.
 #pragma once
 
-#include "../attend/fragments.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
@@ -19,9 +19,9 @@ struct TwoVectors {
   uint32_t dim[4];
 
   __device__ __forceinline__ TwoVectors(const char* codebook, const uint32_t (&x)[2], int i) {
-    const uint2 one = look_up(codebook, x[0], i), other = look_up(codebook, x[1], i);
-    dim[0] = __byte_perm(one.x, other.x, 0x5410), dim[1] = __byte_perm(one.x, other.x, 0x7632);
-    dim[2] = __byte_perm(one.y, other.y, 0x5410), dim[3] = __byte_perm(one.y, other.y, 0x7632);
+    const uint2 first = look_up(codebook, x[0], i), second = look_up(codebook, x[1], i);
+    dim[0] = __byte_perm(first.x, second.x, 0x5410), dim[1] = __byte_perm(first.x, second.x, 0x7632);
+    dim[2] = __byte_perm(first.y, second.y, 0x5410), dim[3] = __byte_perm(first.y, second.y, 0x7632);
   }
 };
 

@@ -1,8 +1,8 @@
 // What the launches of a search read and write, and what each passes on in memory to the next.
 #pragma once
 
-#include "../weighted_sampling.cuh"
 #include "sketch_rules.h"
+#include "weighted_sampling.cuh"
 
 namespace shadowkv {
 
@@ -69,8 +69,8 @@ struct SelectBySketch {
   }
   // Runs that are kept for each of a sequence's rows, unless their scores are -inf.
   __device__ int kept_of(unsigned sequence) const {
-    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + sampled_of(sequence);
-    return wanted ? kept_runs(runs, int64_t(wanted) << log_chunk) : 0;
+    const int runs = kPageRuns * pages_of(sequence), chunks = budget_of(sequence) + sampled_of(sequence);
+    return chunks ? kept_runs(runs, int64_t(chunks) << log_chunk) : 0;
   }
   // How many of them are sampled.
   __device__ int sampled_runs_of(unsigned sequence) const {

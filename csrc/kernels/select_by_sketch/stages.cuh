@@ -1,7 +1,8 @@
 // Runs on their way from pages through a warp's shared memory to its registers.
 #pragma once
 
-#include "../mma.cuh"
+#include "kernels/common/memory.cuh"
+#include "kernels/common/mma.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
@@ -12,18 +13,6 @@ struct Stage {
   static constexpr int kPlane = kBatch * kRun * kBytes;
   static constexpr int kRest = kPlane, kScale = 2 * kPlane, kSize = kScale + kBatch * kRun;
 };
-
-__device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
-}
-
-__device__ __forceinline__ uint32_t load_shared1(uint32_t from) {
-  uint32_t x;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
-}
 
 // The bits of the half nearest to x, clamped to the largest or the lowest finite one.
 __device__ __forceinline__ uint16_t finite_half(float x) {

@@ -15,16 +15,22 @@ from torch import Tensor
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.ops.mix64 import mix64
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
+from shadowkv.ops.sampling import mix64
 
 COLUMNS = PARAMETERS[:-1]
 """Sampling parameters that stay the same from step to step, by their names in ``SamplingParams``."""
 
 
 class Sampler:
-    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit."""
+    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit.
+
+    Attributes:
+        calls: names of the ops that it calls.
+    """
+
+    calls = ("sample_tokens",)
 
     def __init__(self, ops: Ops) -> None:
         self._sample_tokens = ops.sample_tokens

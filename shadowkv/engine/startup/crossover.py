@@ -18,7 +18,7 @@ from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH, attention_seconds
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
 ANSWER = 256

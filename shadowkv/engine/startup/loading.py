@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.case import OF_BLOCKS, case_of
+from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def load_engine_parts(
     group: Group = ALONE,
     device: torch.device | None = None,
     make: Callable[..., KVCache] = KVCache,
+    backends: Mapping[str, str] | None = None,
 ) -> tuple[LoadedModel, KVCache, list[str]]:
     """Model (``loaded``, if given), cache, and the lines that describe what fits.
 
@@ -43,6 +44,7 @@ def load_engine_parts(
     Args:
         group: the ranks that the model is split across: this one's part is loaded, on ``device``.
         make: makes the cache, from a KVCache's arguments.
+        backends: backends of ops, by name, that are not to be chosen: of layers, cache and sampler alike.
     """
     spec, device = config.spec(), device or device_of(config.device)
     loaded = loaded or load_from_config(config, group, device)
@@ -58,7 +60,7 @@ def load_engine_parts(
     layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
     if layout.spec.prefill is None:
         try:
-            layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device)))
+            layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device, backends or {})))
         except ValueError as error:
             raise config.refused_policy(error) from error
     if layout.spec.seals and layout.spec.dense_below is None:
@@ -69,8 +71,19 @@ def load_engine_parts(
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
     layout = layout.resized(max_model_len)
-    cache = make(layout, loaded.config.rope, slots=slots, memory=memory, device=device)
+    ops = give_ops(loaded, layout, device, backends)
+    cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def give_ops(
+    loaded: LoadedModel, layout: Layout, device: torch.device, backends: Mapping[str, str] | None = None
+) -> Ops:
+    """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers; a cache of ``layout`` and a
+    sampler are to be made with the same."""
+    ops = choose_ops(layout, loaded.config.rope, device, loaded.model.called_ops.union(Sampler.calls), backends)
+    loaded.model.use(ops)
+    return ops
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
@@ -79,12 +92,13 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
     return config.max_num_seqs if graphs else None
 
 
-def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
+def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends: Mapping[str, str]) -> str:
     """Sparse on a GPU with kernels for it."""
     if device.type != "cuda":
         return "dense"
-    backends = Ops(device, case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)).backends
-    return "dense" if "reference" in (backends[name] for name in OF_BLOCKS) else "sparse"
+    case = case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)
+    chosen = (choose(name, device, case, backends.get(name)).backend for name in OF_BLOCKS)
+    return "dense" if "reference" in chosen else "sparse"
 
 
 def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
@@ -114,7 +128,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
-    called = fp8_linear.OPS if loaded.config.quantization else block_matrix.OPS if loaded.model.block_forms else ()
     size = loaded.shard.size
     ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [
@@ -122,7 +135,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         f"{cache.device}{ranks}",
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
-        *backend_lines(cache.ops, cache.device, config.enforce_eager, called),
+        *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
         f"cache   {prefixes_in_words(config, cache.layout)}",
@@ -139,13 +152,11 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     return lines
 
 
-def backend_lines(ops: Ops, device: torch.device, eager: bool, more: Iterable[str] = ()) -> list[str]:
-    """The ops of every backend, and why an op with a faster backend runs in PyTorch: on a GPU with a warning too.
-
-    ``more`` are called in addition to those of the cache's case.
-    """
+def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
+    """The ops that are called, by backend, and why one with a faster backend runs in PyTorch: on a GPU with a warning
+    too."""
     of_backend: dict[str, list[str]] = {}
-    for name in sorted(ops.called.union(more)):
+    for name in sorted(ops.called):
         of_backend.setdefault(ops.backends[name], []).append(name)
     lines = [f"kernels {backend}: {', '.join(names)}" for backend, names in sorted(of_backend.items())]
     for name in of_backend.get("reference", []):

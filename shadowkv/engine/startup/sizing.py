@@ -18,7 +18,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.sparse import SPARSE_FROM
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.models.config import ModelConfig
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
 from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED

@@ -16,7 +16,7 @@ from shadowkv.engine.structured.json_schema import check_schema, refusal
 if TYPE_CHECKING:
     import xgrammar
 
-    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 CACHE_BYTES = 2**29
 """Size of the compiled grammars that are kept."""

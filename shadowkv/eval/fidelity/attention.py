@@ -1,7 +1,8 @@
-"""What attention of one layer loses under a policy: the exact attention mass it misses, and the error of its output.
+"""What attention of one layer loses under a policy, and how often a step selects what earlier steps selected.
 
-Both use the policy's own queries, compared with all the keys and values that full attention has cached. Those of
-generated tokens also differ because of the policy's earlier errors.
+The exact attention mass that a policy misses, and the error of its output, both use the policy's own queries, compared
+with all the keys and values that full attention has cached. Those of generated tokens also differ because of the
+policy's earlier errors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from shadowkv.eval.fidelity.observed import Attended, ObservedCache, spread
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, rotated_queries
 from shadowkv.kvcache.policy.spec import PAGE
+
+SIZES = (1, 2, 4)
+"""Sizes of the buffers, in multiples of the chunks that a step may select."""
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
@@ -69,8 +73,8 @@ class AttentionLoss:
         weights = exact_weights(self.exact, seen.layer, seen.q, self.exact.batch)
         read = attended_positions(self.cache, seen, weights.shape[-1])
         self._recall[seen.layer] += (weights * read.unsqueeze(2)).sum(-1).mean((1, 2))
-        wanted = self.exact.attend(seen.layer, seen.q, self.exact.batch).flatten(1).double()
-        self._error[seen.layer] += (seen.out.flatten(1).double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        exact_out = self.exact.attend(seen.layer, seen.q, self.exact.batch).flatten(1).double()
+        self._error[seen.layer] += (seen.out.flatten(1).double() - exact_out).norm(dim=1) / exact_out.norm(dim=1)
         self._steps[seen.layer] += 1
 
     def mass_recall(self) -> Tensor:
@@ -80,3 +84,41 @@ class AttentionLoss:
     def output_error(self) -> Tensor:
         """Norm of the difference to the exact output over the norm of that, all heads joined, [num_layers, rows]."""
         return (self._error / self._steps[0]).cpu()
+
+
+class Reuse:
+    """How often a step selects what earlier steps selected: hits in buffers that evict the least recently used, one per
+    size, layer, row and kv head.
+
+    Counted from the selections alone, so that it is available for policies whose values are on the device as well.
+
+    Args:
+        chunks: chunks of the longest sequence.
+    """
+
+    def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
+        # Step of last use, from 1; 0 is never. The entry after the last chunk takes what is not selected.
+        self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
+        self._steps = [0] * layers
+        self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)
+        self._selected = torch.zeros(layers, rows, dtype=torch.int64, device=device)
+
+    def take(self, layer: int, selected: Tensor) -> None:
+        """Adds a step's chunks int64 [B, H, k], -1 for none. The first step of a layer only fills the buffers."""
+        used, nobody = self._used[layer], self._used.shape[-1] - 1
+        places = selected.where(selected >= 0, nobody)
+        if self._steps[layer]:
+            order = used.argsort(dim=-1, descending=True, stable=True)
+            rank = torch.empty_like(order)
+            rank.scatter_(-1, order, torch.arange(nobody + 1, device=order.device).expand_as(order))
+            known, rank = used.gather(-1, places) > 0, rank.gather(-1, places)
+            for number, size in enumerate(SIZES):
+                self._hits[number, layer] += (known & (rank < size * selected.shape[-1])).sum((1, 2))
+            self._selected[layer] += (selected >= 0).sum((1, 2))
+        self._steps[layer] += 1
+        used.scatter_(-1, places, self._steps[layer])
+        used[..., nobody] = 0
+
+    def hit_rates(self) -> Tensor | None:
+        """[sizes, num_layers, rows] after the first step; None where no later step selected anything."""
+        return (self._hits / self._selected).cpu() if self._selected.all() else None

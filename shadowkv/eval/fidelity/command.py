@@ -12,17 +12,18 @@ from tqdm import tqdm
 from shadowkv.eval.fidelity.follow import follow, prompts_at_once
 from shadowkv.eval.fidelity.measured import Measured, read_measured, write_measured
 from shadowkv.eval.fidelity.plots import plot_fidelity
+from shadowkv.eval.fidelity.prompts import Prompt, read_prompts
 from shadowkv.eval.fidelity.report import write_tables
-from shadowkv.eval.fidelity.texts import Prompt, read_prompts
-from shadowkv.eval.policies import Policy
+from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.reports.ablation import write_ablation
 from shadowkv.models.loader import LoadedModel
 
 
 def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
     """The prompts that the command asks for; raises ValueError where they are too long or too many."""
-    need, most = args.prompt_tokens + args.new_tokens, loaded.config.max_position
-    if need > most:
-        raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {most}")
+    need, max_position = args.prompt_tokens + args.new_tokens, loaded.config.max_position
+    if need > max_position:
+        raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {max_position}")
     return read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
 
 
@@ -49,9 +50,9 @@ def measure(
     with tqdm(total=len(groups) * args.new_tokens, unit="step", smoothing=0) as bar:
         for group in groups:
             bar.set_postfix_str(group[0].name)
-            found = follow(loaded, missing, group, args.new_tokens, args.measure_every, bar.update, leading)
-            replaced = {(one.prompt, one.policy) for one in found}
-            measured = [one for one in measured if (one.prompt, one.policy) not in replaced] + found
+            new = follow(loaded, missing, group, args.new_tokens, args.measure_every, bar.update, leading)
+            replaced = {(one.prompt, one.policy) for one in new}
+            measured = [one for one in measured if (one.prompt, one.policy) not in replaced] + new
             write_measured(path, measured)
             _write_outputs(measured, model, args.prompt_tokens, args.out)
     if not left:
@@ -63,3 +64,11 @@ def _write_outputs(measured: Sequence[Measured], model: str, tokens: int, folder
     write_tables(measured, model, tokens, folder)
     if importlib.util.find_spec("matplotlib") is not None:
         plot_fidelity(measured, f"{model}, {tokens} tokens of context", folder)
+
+
+def write_divergence_ablation(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
+    """Mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
+    samples: dict[tuple[int, str], list[list[float]]] = {}
+    for result in measured:
+        samples.setdefault((tokens, result.policy), [[]])[0].append(result.mean_kl)
+    write_ablation(field, "mean_kl", "mean KL to full attention, nats per token", samples, model, folder)

@@ -1,22 +1,149 @@
-"""Leads policies along the tokens that full attention generates, all from one prefill and in step with it."""
+"""Policies that follow the tokens that full attention generates, from one prefill and in step with it, what they lose,
+and their twins that keep all generated tokens exact."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from shadowkv.eval.caches import prefill_all, sequences_that_fit
-from shadowkv.eval.fidelity.exact_tails import ExactTails
-from shadowkv.eval.fidelity.follower import Follower
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.eval.fidelity.attention import AttentionLoss, Reuse
 from shadowkv.eval.fidelity.measured import Measured
-from shadowkv.eval.fidelity.texts import Prompt
-from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.eval.fidelity.observed import Attended, ObservedCache
+from shadowkv.eval.fidelity.prompts import Prompt
+from shadowkv.eval.records.policies import Policy
+from shadowkv.eval.running.caches import figures, open_cache_as, prefill_all, sequences_that_fit
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class ExactTails(Policy):
+    """The twin of a policy that keeps all generated tokens exact, beside the same compressed prompt, which it takes
+    over as the policy has stored it.
+
+    It shows what sealing costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding them,
+    and leaving it to the index to find them. A longer window does not show that: ``local=1024`` keeps the last 1,024
+    tokens of the prompt exact too.
+
+    Attributes:
+        tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
+    """
+
+    tokens: int = 0
+
+
+def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
+    """All ``policies``, and after each that ever seals, its twin for ``tokens`` generated tokens.
+
+    Raises ValueError where none does.
+    """
+    with_twins: list[Policy] = []
+    for policy in policies:
+        with_twins.append(policy)
+        if policy.spec is not None and policy.spec.seals:
+            label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
+            with_twins.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
+    if len(with_twins) == len(policies):
+        raise ValueError(f"--exact-tails means nothing to {', '.join(policy.label for policy in policies)}")
+    return with_twins
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || logits) in nats, [n], of the distributions of logits [n, V]."""
+    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones become negative
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+class Follower:
+    """A policy that follows tokens that it does not choose.
+
+    Args:
+        prompts: number of sequences, all of the same length.
+        capacity: tokens of a sequence at the end.
+        exact: full attention's cache, which decodes every token first; None for full attention itself.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, policy: Policy, prompts: Sequence[Prompt], capacity: int, exact: ObservedCache | None
+    ) -> None:
+        assert policy.spec is not None, "the policy is local"
+        self.policy, rows = policy, len(prompts)
+        if isinstance(policy, ExactTails):
+            capacity += policy.tokens  # for the same number of sealed pages as its twin has
+        self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
+        self.runner = Runner(loaded.model, self.cache)
+        self.sequences: list[CachedSequence] = []
+        self.kl: list[Tensor] = []
+        self.agrees: list[Tensor] = []
+        self.surprise: list[Tensor] = []
+        self.measuring = False
+        if exact is not None:
+            shape, spec = self.cache.shape, self.cache.spec
+            chunks = (spec.sealed_pages(capacity) + 1) * PAGE // spec.chunk
+            self.loss = AttentionLoss(exact, self.cache, rows)
+            self.reuse = Reuse(shape.num_layers, rows, shape.num_kv_heads, chunks, self.cache.device)
+            self.cache.observe = self._observe
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Takes every sequence's next token; logits [B, V] of the one after it."""
+        return self.runner.decode(self.sequences, tokens)
+
+    def follow(self, tokens: list[int], reference: Tensor, measuring: bool) -> None:
+        """Takes the next tokens and compares with full attention's logits [B, V] of those after them.
+
+        Args:
+            measuring: whether its attention is compared too.
+        """
+        self.measuring = measuring
+        logits = self.decode(tokens)
+        chosen = reference.argmax(-1)
+        self.kl.append(kl_divergence(reference, logits))
+        self.agrees.append(logits.argmax(-1) == chosen)
+        self.surprise.append(-logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1))
+
+    def _observe(self, seen: Attended) -> None:
+        if self.measuring:
+            self.loss.take(seen)
+        if seen.selected is not None and self.cache.spec.selects:
+            self.reuse.take(seen.layer, seen.selected)
+
+    def measured(self, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:
+        """Its figures on every prompt.
+
+        Args:
+            surprise: full attention's own surprise at the same tokens, [steps, B].
+        """
+        kl, agrees, own = torch.stack(self.kl), torch.stack(self.agrees).float(), torch.stack(self.surprise)
+        recall, error, hits = self.loss.mass_recall(), self.loss.output_error(), self.reuse.hit_rates()
+        for row, (prompt, sequence) in enumerate(zip(prompts, self.sequences, strict=True)):
+            diagnostics = figures(self.cache, sequence)
+            budget = self.policy.budget(len(prompt.tokens))
+            assert budget is not None, "the policy is local"
+            yield Measured(
+                prompt=prompt.name,
+                policy=self.policy.label,
+                kv=self.policy.kv,
+                budget=budget,
+                steps=len(kl),
+                mean_kl=float(kl[:, row].mean()),
+                max_kl=float(kl[:, row].max()),
+                top1_agreement=float(agrees[:, row].mean()),
+                perplexity=float(own[:, row].mean().exp()),
+                full_perplexity=float(surprise[:, row].mean().exp()),
+                attended_tokens=int(diagnostics["attended_tokens"]),
+                least_kept_energy=diagnostics.get("least_kept_energy"),
+                mass_recall=recall[:, row].tolist(),
+                output_error=error[:, row].tolist(),
+                hit_rates=None if hits is None else hits[:, :, row].tolist(),
+            )
 
 
 def follow(
@@ -51,23 +178,29 @@ def follow(
         surprise.append(-best.values)
         tokens = best.indices.tolist()
         progress()
-    return [one for follower in followers for one in follower.measured(prompts, torch.stack(surprise))]
+    return [result for follower in followers for result in follower.measured(prompts, torch.stack(surprise))]
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
     """A prompt in a new sequence of every follower, computed once for those of one model; the first one's logits [V] of
     its last token."""
-    found = []
-    for model in dict.fromkeys(one.runner.model for one in followers):
-        storing = [one for one in followers if one.runner.model is model and not isinstance(one.policy, ExactTails)]
-        sequences, logits = prefill_all(model, [one.cache for one in storing], prompt, capacity)
-        found.append(logits)
-        for one, sequence in zip(storing, sequences, strict=True):
-            one.sequences.append(sequence)
-    for twin, one in pairwise(followers):
-        if isinstance(one.policy, ExactTails):  # the one before it is the policy itself
-            one.sequences.append(one.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity))
-    return found[0][0]
+    logits_by_model = []
+    for model in dict.fromkeys(follower.runner.model for follower in followers):
+        storing = [
+            follower
+            for follower in followers
+            if follower.runner.model is model and not isinstance(follower.policy, ExactTails)
+        ]
+        sequences, logits = prefill_all(model, [follower.cache for follower in storing], prompt, capacity)
+        logits_by_model.append(logits)
+        for follower, sequence in zip(storing, sequences, strict=True):
+            follower.sequences.append(sequence)
+    for twin, follower in pairwise(followers):
+        if isinstance(follower.policy, ExactTails):  # the one before it is the policy itself
+            follower.sequences.append(
+                follower.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity)
+            )
+    return logits_by_model[0][0]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

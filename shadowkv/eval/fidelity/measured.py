@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shadowkv.eval.fidelity.texts import kind_of
-from shadowkv.eval.files import write_json
+from shadowkv.eval.fidelity.prompts import kind_of
+from shadowkv.eval.records.predictions import write_json
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ def read_measured(path: Path) -> list[Measured]:
 
 def write_measured(path: Path, measured: Iterable[Measured]) -> None:
     """Replaces the file."""
-    write_json(path, [asdict(one) for one in measured])
+    write_json(path, [asdict(result) for result in measured])
 
 
 def of_policy(measured: Iterable[Measured], label: str) -> list[Measured]:
     """Those of one policy."""
-    return [one for one in measured if one.policy == label]
+    return [result for result in measured if result.policy == label]
 
 
 def by_kind(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
     """Those of each kind of texts, in order of appearance."""
     kinds: dict[str, list[Measured]] = {}
-    for one in measured:
-        kinds.setdefault(kind_of(one.prompt), []).append(one)
+    for result in measured:
+        kinds.setdefault(kind_of(result.prompt), []).append(result)
     return kinds
 
 
 def labels(measured: Sequence[Measured]) -> list[str]:
     """Labels of the policies in order of appearance."""
-    return list(dict.fromkeys(one.policy for one in measured))
+    return list(dict.fromkeys(result.policy for result in measured))

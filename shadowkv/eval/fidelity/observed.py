@@ -35,9 +35,9 @@ class Attended:
     out: Tensor
 
 
-def spread(batch: DecodeBatch, x: Tensor, found: Tensor) -> Tensor:
+def spread(batch: DecodeBatch, x: Tensor, compressed: Tensor) -> Tensor:
     """[B, ...] with the rows of compressed sequences replaced by ``found`` [R, ...]; each has one segment."""
-    return found if batch.sequence is None else x.index_copy(0, batch.sequence, found)
+    return compressed if batch.sequence is None else x.index_copy(0, batch.sequence, compressed)
 
 
 class ObservedCache(KVCache):
@@ -71,8 +71,8 @@ class ObservedCache(KVCache):
         finish = super().begin(layer, q, batch)
         selected = None
         if self._selected:
-            found = torch.cat(self._selected)
-            selected = spread(batch, found.new_full((len(q), *found.shape[1:]), -1), found)
+            of_compressed = torch.cat(self._selected)
+            selected = spread(batch, of_compressed.new_full((len(q), *of_compressed.shape[1:]), -1), of_compressed)
 
         def observed() -> Tensor:
             out = finish()

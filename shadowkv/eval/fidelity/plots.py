@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from shadowkv.eval.fidelity.attention import SIZES
 from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
 from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
-from shadowkv.eval.fidelity.reuse import SIZES
-from shadowkv.eval.plots import bar_length, new_figure, save_figure, set_logarithmic
+from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 
 
 def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> None:
@@ -20,7 +20,7 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
     }
     for name, label in words.items():
         plot_layers(measured, name, label, title, folder / f"{name}.png")
-    if any(one.hit_rates is not None for one in measured):
+    if any(result.hit_rates is not None for result in measured):
         plot_hit_rates(measured, title, folder / "hit_rate.png")
 
 
@@ -30,9 +30,9 @@ def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
     width = 4.5 + 0.08 * max(map(len, policies), default=0)  # of the labels
     figure, (axis,) = new_figure(1, 1, (width, 1.2 + 0.35 * len(policies)))
     for number, label in enumerate(policies):
-        found = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
-        if found and found[0] > 0:
-            axis.errorbar(found[0], number, xerr=bar_length(found[1]), marker="o", color=f"C{number}", capsize=3)
+        estimate = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
+        if estimate and estimate[0] > 0:
+            axis.errorbar(estimate[0], number, xerr=bar_length(estimate[1]), marker="o", color=f"C{number}", capsize=3)
     axis.set_yticks(range(len(policies)), policies)
     axis.set_ylim(len(policies) - 0.5, -0.5)
     set_logarithmic(axis, "x")
@@ -46,8 +46,8 @@ def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str,
     """One of ``LAYER_FIGURES`` by layer, a line per policy with a band of its standard error."""
     figure, (axis,) = new_figure(1, 1, (7.5, 4.5))
     for number, label in enumerate(labels(measured)):
-        found = layer_means(of_policy(measured, label), LAYER_FIGURES[name])
-        means, errors = [mean for mean, _ in found], [bar_length(error) for _, error in found]
+        estimates = layer_means(of_policy(measured, label), LAYER_FIGURES[name])
+        means, errors = [mean for mean, _ in estimates], [bar_length(error) for _, error in estimates]
         axis.plot(means, marker=".", color=f"C{number}", label=label)
         low, high = ([m + sign * e for m, e in zip(means, errors)] for sign in (-1, 1))
         axis.fill_between(range(len(means)), low, high, color=f"C{number}", alpha=0.2, linewidth=0)
@@ -64,9 +64,9 @@ def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None
     """Mean over layers by buffer size, a line per policy that selects."""
     figure, (axis,) = new_figure(1, 1, (6, 4.2))
     for number, label in enumerate(labels(measured)):
-        ones = of_policy(measured, label)
-        found = [over_prompts(ones, FIGURES[f"hit_rate_{size}x"]) for size in SIZES]
-        points = [(mean, bar_length(error)) for mean, error in filter(None, found)]
+        of_label = of_policy(measured, label)
+        estimates = [over_prompts(of_label, FIGURES[f"hit_rate_{size}x"]) for size in SIZES]
+        points = [(mean, bar_length(error)) for mean, error in filter(None, estimates)]
         if points:
             means, errors = zip(*points)
             axis.errorbar(SIZES, means, errors, marker="o", capsize=3, color=f"C{number}", label=label)

@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
+from shadowkv.eval.fidelity.attention import SIZES
 from shadowkv.eval.fidelity.measured import Measured, by_kind, labels, of_policy
-from shadowkv.eval.fidelity.reuse import SIZES
-from shadowkv.eval.files import replacing, write_text
-from shadowkv.eval.statistics import mean_and_error
+from shadowkv.eval.records.predictions import replacing, write_text
+from shadowkv.eval.reports.statistics import mean_and_error
 
 Figure = Callable[[Measured], float | None]
 Cell = float | str
@@ -20,32 +20,32 @@ LayerFigure = Callable[[Measured], list[float] | None]
 
 
 def _hit_rates(number: int) -> LayerFigure:
-    return lambda one: None if one.hit_rates is None else one.hit_rates[number]
+    return lambda result: None if result.hit_rates is None else result.hit_rates[number]
 
 
 LAYER_FIGURES: dict[str, LayerFigure] = {
-    "mass_recall": lambda one: one.mass_recall,
-    "output_error": lambda one: one.output_error,
+    "mass_recall": lambda result: result.mass_recall,
+    "output_error": lambda result: result.output_error,
     **{f"hit_rate_{size}x": _hit_rates(number) for number, size in enumerate(SIZES)},
 }
 """What is measured for every layer."""
 
 
 def _over_layers(figure: LayerFigure) -> Figure:
-    def mean(one: Measured) -> float | None:
-        values = figure(one)
+    def mean(result: Measured) -> float | None:
+        values = figure(result)
         return None if values is None else fmean(values)
 
     return mean
 
 
 FIGURES: dict[str, Figure] = {
-    "mean_kl": lambda one: one.mean_kl,
-    "max_kl": lambda one: one.max_kl,
-    "top1_agreement": lambda one: one.top1_agreement,
-    "perplexity_difference": lambda one: one.perplexity_difference,
-    "attended_tokens": lambda one: one.attended_tokens,
-    "least_kept_energy": lambda one: one.least_kept_energy,
+    "mean_kl": lambda result: result.mean_kl,
+    "max_kl": lambda result: result.max_kl,
+    "top1_agreement": lambda result: result.top1_agreement,
+    "perplexity_difference": lambda result: result.perplexity_difference,
+    "attended_tokens": lambda result: result.attended_tokens,
+    "least_kept_energy": lambda result: result.least_kept_energy,
     **{name: _over_layers(figure) for name, figure in LAYER_FIGURES.items()},
 }
 """Columns of fidelity.csv; those of layers are means over layers."""
@@ -53,13 +53,13 @@ FIGURES: dict[str, Figure] = {
 
 def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, float] | None:
     """Mean over prompts and its standard error, NaN for a single one; None where the policy has no such figure."""
-    values = [value for one in measured if (value := figure(one)) is not None]
+    values = [value for result in measured if (value := figure(result)) is not None]
     return mean_and_error(values) if values else None
 
 
 def layer_means(measured: Sequence[Measured], figure: LayerFigure) -> list[tuple[float, float]]:
     """The same for every layer; empty where the policy has no such figure."""
-    values = [value for one in measured if (value := figure(one)) is not None]
+    values = [value for result in measured if (value := figure(result)) is not None]
     return [mean_and_error(layer) for layer in zip(*values)]
 
 
@@ -78,17 +78,17 @@ def _policy_rows(measured: Sequence[Measured], model: str, tokens: int) -> Itera
     yield ["model", "kv", "length", "budget", "texts", "prompts", "steps", *_with_errors(FIGURES)]
     for kind, of_kind in by_kind(measured).items():
         for label in labels(of_kind):
-            ones = of_policy(of_kind, label)
-            cells = chain.from_iterable(_cells(over_prompts(ones, figure)) for figure in FIGURES.values())
-            yield [model, ones[0].kv, tokens, ones[0].budget, kind, len(ones), ones[0].steps, *cells]
+            of_label = of_policy(of_kind, label)
+            cells = chain.from_iterable(_cells(over_prompts(of_label, figure)) for figure in FIGURES.values())
+            yield [model, of_label[0].kv, tokens, of_label[0].budget, kind, len(of_label), of_label[0].steps, *cells]
 
 
 def _layer_rows(measured: Sequence[Measured], model: str) -> Iterator[list[Cell]]:
     yield ["model", "policy", "layer", *_with_errors(LAYER_FIGURES)]
     for label in labels(measured):
-        ones = of_policy(measured, label)
-        columns = [layer_means(ones, figure) for figure in LAYER_FIGURES.values()]
-        for layer in range(len(ones[0].mass_recall)):
+        of_label = of_policy(measured, label)
+        columns = [layer_means(of_label, figure) for figure in LAYER_FIGURES.values()]
+        for layer in range(len(of_label[0].mass_recall)):
             cells = [_cells(column[layer] if column else None) for column in columns]
             yield [model, label, layer, *chain.from_iterable(cells)]
 
@@ -114,31 +114,32 @@ def _table(measured: Sequence[Measured], model: str, tokens: int, texts: str) ->
     }
     table = [["policy", *shown], ["---", *(["---:"] * len(shown))]]
     for label in labels(measured):
-        ones = of_policy(measured, label)
-        found = ((over_prompts(ones, FIGURES[name]), form) for name, form in shown.values())
-        table.append([label, *(_shown(figure, form) for figure, form in found)])
-    ones = of_policy(measured, measured[0].policy)
-    full = fmean(one.full_perplexity for one in ones)
+        of_label = of_policy(measured, label)
+        figures = ((over_prompts(of_label, FIGURES[name]), form) for name, form in shown.values())
+        table.append([label, *(_shown(figure, form) for figure, form in figures)])
+    of_label = of_policy(measured, measured[0].policy)
+    full = fmean(result.full_perplexity for result in of_label)
     note = (
-        f"Model `{model}`. Prompts{texts} of {tokens} tokens ({len(ones)}), {ones[0].steps} tokens generated by `full`"
-        f" after each; mean ± standard error over prompts. Perplexity: what is added to `full`'s {full:.3f} on them."
+        f"Model `{model}`. Prompts{texts} of {tokens} tokens ({len(of_label)}), {of_label[0].steps} tokens generated by"
+        f" `full` after each; mean ± standard error over prompts."
+        f" Perplexity: what is added to `full`'s {full:.3f} on them."
     )
     return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
 
 
-def _shown(found: tuple[float, float] | None, form: str) -> str:
-    if found is None:
+def _shown(estimate: tuple[float, float] | None, form: str) -> str:
+    if estimate is None:
         return "–"
-    mean, error = found
+    mean, error = estimate
     plain = form.replace("+", "")
     return form.format(mean).rstrip("%") + ("" if not error > 0 else f" ± {plain.format(error).rstrip('%')}")
 
 
-def _cells(found: tuple[float, float] | None) -> list[Cell]:
+def _cells(estimate: tuple[float, float] | None) -> list[Cell]:
     """A figure and its error."""
-    if found is None:
+    if estimate is None:
         return ["", ""]
-    return [float(f"{found[0]:.6g}"), "" if math.isnan(found[1]) else float(f"{found[1]:.3g}")]
+    return [float(f"{estimate[0]:.6g}"), "" if math.isnan(estimate[1]) else float(f"{estimate[1]:.3g}")]
 
 
 def _with_errors(names: Iterable[str]) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Attention over all tokens in C++, with every chunk selected (``csrc/cpu/attend_selected.h``)."""
+"""Attention over all tokens in C++, with every chunk selected (``csrc/cpu/attention/attend_selected.h``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over coded rows in CUDA, in integer arithmetic: ``csrc/kernels/attend_coded.cuh``."""
+"""Attention over coded rows in CUDA, in integer arithmetic: ``csrc/kernels/attend_coded/``."""
 
 from __future__ import annotations
 

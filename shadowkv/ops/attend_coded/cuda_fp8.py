@@ -1,5 +1,5 @@
 """Attention over rows of 8-bit floats in CUDA: pages are read in place by the kernel for exact pages
-(``csrc/kernels/paged_attention.cuh``); a head's key and value scales multiply its scores and its output."""
+(``csrc/kernels/paged_attention/``); a head's key and value scales multiply its scores and its output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Attention over all tokens of low-rank keys in CUDA, for formats that no other kernel supports, with every chunk
-selected (``csrc/kernels/attend_selected.cuh``)."""
+selected (``csrc/kernels/attend_selected/``)."""
 
 from __future__ import annotations
 

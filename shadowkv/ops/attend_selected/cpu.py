@@ -1,4 +1,4 @@
-"""Attention over selected chunks in C++, read in their stored form: ``csrc/cpu/attend_selected.h``."""
+"""Attention over selected chunks in C++, read in their stored form: ``csrc/cpu/attention/attend_selected.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected.cuh``."""
+"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected/``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     CodedRows,
@@ -44,14 +43,9 @@ available = partial(load_cuda, "attend_selected", "attend_selected")
 
 def supports(case: Case) -> list[str]:
     """Why there is no kernel for ``case``, or none that runs here."""
-    reasons = [] if case.dtype == torch.bfloat16 else [f"{case.dtype} is not bfloat16"]
-    reasons += unless(not case.centred, NOT_CENTRED)
-    if not 1 <= case.group <= MAX_GROUP:
-        reasons.append(f"{case.group} query heads a kv head are more than {MAX_GROUP}")
-    if case.chunk not in CHUNKS:
-        reasons.append(f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}")
+    reasons = unfit_queries(case) + unless(not case.centred, NOT_CENTRED)
     if case.rank:
-        reasons += _other_rope(case.rope_dim, case.head_dim, case.interleaved)
+        reasons += other_rope(case.rope_dim, case.head_dim, case.interleaved)
     memory = _op(case.key_codec, case.value_codec, "_memory")
     try:
         needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
@@ -62,6 +56,15 @@ def supports(case: Case) -> list[str]:
     return reasons
 
 
+def unfit_queries(case: Case) -> list[str]:
+    """Why queries of ``case``, or the chunks that they select, are none that the kernels of this op take."""
+    return [
+        *unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16"),
+        *unless(1 <= case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}"),
+        *unless(case.chunk in CHUNKS, f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}"),
+    ]
+
+
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -69,12 +72,8 @@ def attend_selected(
 
     Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
     exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates all dimensions, in halves. Which
-    codecs of keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device,
-    scales of values in the pages of the keys.
-
-    On Hopper, latents of rank up to 160, the 32 strongest in 8 bits and the others in 4, with values of ``rotated``
-    codecs that are in no buffer, both of head dim 64 or 128, go to a kernel of their own (``cuda_sm90``), and all else
-    to ``csrc/kernels/attend_selected.cuh``.
+    codecs of keys go with which of values, ``csrc/kernels/attend_selected/attend_selected.cu`` says. Pages lie on
+    the queries' device, scales of values in the pages of the keys.
 
     RoPE and scores of rebuilt keys are in half, coded latents are multiplied in half too: entries of the basis under
     6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected``
@@ -90,9 +89,6 @@ def attend_selected(
     q, selected = q.contiguous(), selected.contiguous()
     log_weight = None if log_weight is None else log_weight.contiguous()
     _check(keys, values)
-    match keys, values:
-        case LatentKeys(), CodedRows() if cuda_sm90.takes(q, keys, values):
-            return cuda_sm90.attend_selected(q, keys, values, selected, log_weight)
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
     key_codec, rows, *basis = _stored_keys(keys)
@@ -113,7 +109,7 @@ def _op(key_codec: int, value_codec: int, what: str = "") -> Callable[..., Any]:
     return getattr(torch.ops.shadowkv_cuda, name + what)
 
 
-def _other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
+def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
     """Why keys of ``dim`` dimensions, ``rope_dim`` of which RoPE rotates, are not rotated as the kernel does."""
     pairs = "neighbours" if interleaved else "halves"
     return unless(
@@ -127,7 +123,7 @@ def _check(keys: KeySource, values: ValueSource) -> None:
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
-        for reason in _other_rope(rope.dim, rope.head_dim, rope.interleaved):
+        for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
     if isinstance(stored, CodedRows):
         scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages

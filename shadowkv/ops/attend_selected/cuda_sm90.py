@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
+from shadowkv.ops.attend_selected.cuda import other_rope, unfit_queries
+from shadowkv.ops.attend_selected.sources import CodedRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
 
@@ -22,8 +24,8 @@ KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
 """Ops in ``torch.ops.shadowkv_cuda`` by value codec."""
 CONSUMERS = 3
 """Most consumer warpgroups per thread block; each leaves a partial result per unit."""
-MOST_RANK = 160
-"""Largest rank whose basis fits in shared memory."""
+RANKS = (32, 64, 96, 128, 160)
+"""Ranks that the kernel is made for; the basis of a larger one does not fit in shared memory."""
 
 
 @cache
@@ -32,28 +34,46 @@ def available() -> bool:
     return load_cuda("attend_latents_sm90", "attend_latents_sm90") and torch.cuda.get_device_capability() == (9, 0)
 
 
-def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
-    """Whether this kernel supports these arguments, as ``attend_selected`` takes them."""
-    rank = keys.basis.shape[1]
-    return (
-        available()
-        and keys.codec.id == CodecId.LATENT_INT4
-        and values.codec.id in KERNELS
-        and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
-        and q.shape[2] in DIMS
-        and rank <= MOST_RANK
-        and 2 * keys.latents.shape[3] == rank + STRONG  # of one group of heads
-        and keys.latents.stride(0) % 32 == values.codes.stride(0) % 32 == values.scale.stride(0) % 16 == 0
-    )
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    return [
+        *unfit_queries(case),
+        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless(case.key_codec == CodecId.LATENT_INT4, f"codec {case.key_codec} of keys is not low-rank-int4"),
+        *unless(case.value_codec in KERNELS, f"codec {case.value_codec} of values is not one of equal steps"),
+        *unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}"),
+        *unless(
+            2 * case.latent_width == case.rank + STRONG,
+            f"latents of {case.latent_width} bytes have not {STRONG} dimensions in 8 bits and the others in 4",
+        ),
+        *unless(not case.host_values, "values are on the host"),
+        *other_rope(case.rope_dim, case.head_dim, case.interleaved),
+    ]
 
 
 def attend_selected(
-    q: Tensor, keys: LatentKeys, values: CodedRows, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
+    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+
+    Queries are bfloat16, of head dim 64 or 128, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens. Keys are
+    latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4; RoPE rotates all
+    dimensions, in halves. Values are of the codecs in ``KERNELS``, in no buffer. Pages lie on the queries' device,
+    multiples of 32 bytes apart, scales of values in the pages of their codes.
+
+    Keys are rebuilt, rotated and scored in half: entries of the basis under 6e-5 lose bits, keys over 65504 overflow.
+    ``pages``, ``states``, ``first`` and ``selected`` are read on the device and are not checked.
+
+    Raises:
+        ValueError: other sources, another RoPE, or scales in other pages than the codes.
+        RuntimeError: shapes, dtypes or strides that do not fit.
+    """
     batch, heads, dim = q.shape
+    if not selected.numel():
+        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+    keys, values = _latents(keys), _coded(values)
     assert values.rotation is not None, "these codecs have a rotation"
-    kv_heads = selected.shape[1]
+    q, selected, kv_heads = q.contiguous(), selected.contiguous(), selected.shape[1]
     tiles = -(-selected.shape[2] * keys.latents.shape[2] // TILE)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     blocks, segments = runs(batch * kv_heads, tiles, processors)
@@ -75,7 +95,7 @@ def attend_selected(
         values.scale,
         values.rotation.contiguous(),
         values.pages,
-        log_weight,
+        None if log_weight is None else log_weight.contiguous(),
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         blocks,
         out,
@@ -83,6 +103,26 @@ def attend_selected(
         lse.new_empty(batch, kv_heads, parts, heads // kv_heads, dim + 4),
     )
     return out, lse
+
+
+def _latents(keys: KeySource) -> LatentKeys:
+    """``keys``, if they are latents that the kernel's op can check; raises ValueError otherwise."""
+    if not isinstance(keys, LatentKeys):
+        raise ValueError(f"attend_selected on Hopper takes latents, not {type(keys).__name__}")
+    rope = keys.rotary.config
+    for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
+        raise ValueError(reason)
+    return keys
+
+
+def _coded(values: ValueSource) -> CodedRows:
+    """The same for values."""
+    if not isinstance(values, CodedRows) or values.codec.id not in KERNELS:
+        kind = values.codec.name if isinstance(values, CodedRows) else type(values).__name__
+        raise ValueError(f"attend_selected on Hopper takes values of equal steps in no buffer, not {kind}")
+    if values.scale_pages is not None and values.scale_pages.data_ptr() != values.pages.data_ptr():
+        raise ValueError("scales of values are not in the pages of their codes")
+    return values
 
 
 def runs(units: int, tiles: int, most: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp on a GPU, without scores in memory."""
+"""Attention with its log-sum-exp on a GPU by PyTorch's flash attention, without scores in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.fused_attention import attend
+from shadowkv.ops.fused_attention import flash_attention
 
 
 def available() -> bool:
@@ -24,4 +24,4 @@ def supports(case: Case) -> list[str]:
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256; the last dimension of
     every tensor is dense."""
-    return attend(q, k, v, causal)
+    return flash_attention(q, k, v, causal)

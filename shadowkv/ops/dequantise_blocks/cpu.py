@@ -1,4 +1,4 @@
-"""Rows of quantised blocks in C++: ``csrc/cpu/quantised_matmul.h``."""
+"""Rows of quantised blocks in C++: ``csrc/cpu/quantised_matmul/``."""
 
 from __future__ import annotations
 

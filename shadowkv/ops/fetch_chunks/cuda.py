@@ -1,4 +1,4 @@
-"""Fetches of missing chunks across the bus: ``csrc/kernels/fetch_chunks.cuh``."""
+"""Fetches of missing chunks across the bus: ``csrc/kernels/fetch_chunks/``."""
 
 from __future__ import annotations
 

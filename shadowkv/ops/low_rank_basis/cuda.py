@@ -5,6 +5,9 @@ like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition 
 for float32. So rows are first scaled to length 1, which leaves little to do once they are near eigenvectors; and a
 shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
 only at the end, since rows that are only nearly orthonormal span the same subspace.
+
+A pass is one launch of ``whiten_rows`` in CUDA for matrices of up to 256 rows, where that kernel is built, and a
+Cholesky factor by PyTorch otherwise. Rows are those of a call, the rank of one group of kv heads.
 """
 
 from __future__ import annotations

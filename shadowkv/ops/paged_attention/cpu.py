@@ -1,4 +1,4 @@
-"""Paged decode attention in C++: pages are read in place, ``csrc/cpu/paged_attention.h``."""
+"""Paged decode attention in C++: pages are read in place, ``csrc/cpu/attention/paged_attention.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged decode attention in CUDA: pages are read in place, ``csrc/kernels/paged_attention.cuh``."""
+"""Paged decode attention in CUDA: pages are read in place, ``csrc/kernels/paged_attention/``."""
 
 from __future__ import annotations
 

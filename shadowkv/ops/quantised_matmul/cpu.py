@@ -1,4 +1,4 @@
-"""Products with quantised rows in C++, without a copy of the rows for few tokens: ``csrc/cpu/quantised_matmul.h``."""
+"""Products with quantised rows in C++, without a copy of the rows for few tokens: ``csrc/cpu/quantised_matmul/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two-level selection in C++, ``csrc/cpu/sketch.h``."""
+"""Two-level selection in C++, ``csrc/cpu/sketch/``."""
 
 from __future__ import annotations
 

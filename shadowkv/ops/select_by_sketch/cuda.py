@@ -1,4 +1,4 @@
-"""Two-level selection in three launches, ``csrc/kernels/select_by_sketch.cuh``."""
+"""Two-level selection in three launches, ``csrc/kernels/select_by_sketch/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged top-k by radix selection, one thread block per row, ``csrc/kernels/select_top_chunks.cuh``."""
+"""Ragged top-k by radix selection, one thread block per row, ``csrc/kernels/select_top_chunks/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sign scores in C++, ``csrc/cpu/sketch.h``: a table holds the contribution of each byte of signs to a product."""
+"""Sign scores in C++, ``csrc/cpu/sketch/``: a table holds the contribution of each byte of signs to a product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sign scores with binary tensor cores, ``csrc/kernels/sign_scores.cuh``."""
+"""Sign scores with binary tensor cores, ``csrc/kernels/sign_scores/``."""
 
 from __future__ import annotations
 

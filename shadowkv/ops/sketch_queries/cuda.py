@@ -1,4 +1,4 @@
-"""Queries of a key sketch in one launch, ``csrc/kernels/sketch_queries.cuh``."""
+"""Queries of a key sketch in one launch, ``csrc/kernels/sketch_queries/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows times the inverse of a Cholesky factor in one launch, ``csrc/kernels/whiten_rows.cuh``."""
+"""Rows times the inverse of a Cholesky factor in one launch, ``csrc/kernels/whiten_rows/``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
     """Same as the reference, for up to 256 dense rows. Where products are not positive definite, which rounding can
     cause for similar rows, some rows keep their components along earlier rows.
 
-    ``csrc/kernels/whiten_rows.cuh`` treats a remainder of a row's square of 2e-6 or less as rounding.
+    ``csrc/kernels/whiten_rows/`` treats a remainder of a row's square of 2e-6 or less as rounding.
     """
     out = torch.empty_like(rows)
     torch.ops.shadowkv_cuda.whiten_rows(rows, products, shift, out)

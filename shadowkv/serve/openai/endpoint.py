@@ -34,7 +34,7 @@ from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
-    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 
 class Endpoint(ABC):

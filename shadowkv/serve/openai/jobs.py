@@ -21,7 +21,7 @@ from shadowkv.serve.text.tool_parser import CallPart, ToolParser
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
     from shadowkv.engine.selections import TokenSelections
-    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
     from shadowkv.serve.http.metrics import Metrics
 
 

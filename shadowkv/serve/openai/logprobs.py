@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shadowkv.engine.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

@@ -12,7 +12,7 @@ from shadowkv.serve.bodies.limits import TOKENIZE_TOKENS
 from shadowkv.wording import counted
 
 if TYPE_CHECKING:
-    from shadowkv.models.tokenizer import Tokenizer
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

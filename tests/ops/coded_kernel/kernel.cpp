@@ -1,5 +1,5 @@
 // Attention over coded tokens by threads that take turns.
-#include "kernels/attend_coded.cuh"
+#include "kernels/attend_coded/attend_coded.cuh"
 #include "kernels/attend_coded/block_products.cuh"
 #include "kernels/attend_coded/levels.cuh"
 #include "kernels/attend_coded/step_products.cuh"

@@ -1,8 +1,8 @@
 // Pages of codes as the lanes of a warp copy, load and decode them, put back in order: bytes of levels or codes
 // [64, 128], and scales.
-#include "attend_coded/blocks.cuh"
-#include "attend_coded/codes.cuh"
-#include "attend_coded/steps.cuh"
+#include "kernels/attend_coded/blocks.cuh"
+#include "kernels/attend_coded/codes.cuh"
+#include "kernels/attend_coded/steps.cuh"
 
 namespace shadowkv {
 namespace {

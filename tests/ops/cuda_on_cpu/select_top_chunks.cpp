@@ -4,7 +4,7 @@ namespace shadowkv {
 alignas(16) constinit thread_local uint32_t row_memory[57 * 1024] = {}; // as much as a Hopper has
 }
 
-#include "kernels/select_top_chunks.cuh"
+#include "kernels/select_top_chunks/select_top_chunks.cuh"
 
 // False where threads wait for others that have ended.
 extern "C" bool select_top_chunks(

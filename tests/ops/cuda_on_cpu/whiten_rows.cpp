@@ -4,7 +4,7 @@ namespace shadowkv {
 alignas(16) constinit thread_local float whiten_shared[227 * 256] = {}; // as much as a Hopper has
 }
 
-#include "kernels/whiten_rows.cuh"
+#include "kernels/whiten_rows/whiten_rows.cuh"
 
 extern "C" int whiten_shared_bytes(int rank) {
   shadowkv::WhitenRows call{};

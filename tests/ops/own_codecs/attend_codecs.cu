@@ -1,6 +1,6 @@
 // Attention over codecs that only tests know, each in a header of its own.
-#include "bindings/attend_latents_sm90.h"
-#include "bindings/attend_selected.h"
+#include "kernels/attend_latents_sm90/binding.h"
+#include "kernels/attend_selected/binding.h"
 #include "byte_rows.cuh"
 #include "latent_fp8.cuh"
 

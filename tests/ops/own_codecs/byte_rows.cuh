@@ -2,7 +2,7 @@
 // for every 32 dimensions. Lane g's bytes lie together, of dimensions 16 i + 8 half + g in the order of 2 i + half.
 #pragma once
 
-#include "kernels/attend/value_codecs.cuh"
+#include "kernels/attend_selected/value_codecs.cuh"
 
 namespace shadowkv {
 

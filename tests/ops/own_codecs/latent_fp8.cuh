@@ -1,7 +1,7 @@
 // A key codec of tests: latents as fp8 (e4m3), a number that no codec of the cache has.
 #pragma once
 
-#include "kernels/attend/key_codecs.cuh"
+#include "kernels/attend_selected/key_codecs.cuh"
 
 #include <cuda_fp8.h>
 

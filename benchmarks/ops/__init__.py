@@ -1,0 +1,1 @@
+"""Kernels by themselves, on a GPU: times, and what the hardware would allow."""

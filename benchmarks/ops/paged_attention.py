@@ -1,0 +1,130 @@
+"""Paged decode attention, every backend of a device: time per call and bytes of keys and values read per second.
+
+On a GPU Llama-3.1-8B's (32 query and 8 kv heads of 128); on the CPU SmolLM2's (9 query and 3 kv heads of 64) over pages
+of a pool much larger than the caches, by the host's clock, in rounds that alternate between backends. Every result is
+checked against a float64 softmax.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops.timing import Row, against_floor, bench, microseconds
+from shadowkv.kvcache.memory.arenas import Field, Tier
+from shadowkv.ops.page import PAGE
+from shadowkv.ops.registry import PREFERENCE, Ops
+
+Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+SHAPES = {"cpu": (3, 3, 64), "cuda": (8, 4, 128)}
+"""KV heads, query heads of each, and their dimensions."""
+ON_CUDA: dict[str, list[int]] = {
+    "7 x 124928": [124928] * 7,
+    "15 x 61440": [61440] * 15,
+    "15 x 6K-60K": [6144 + i * 3950 for i in range(15)],
+    "48 x 19200": [19200] * 48,
+    "48 x 576": [576] * 48,
+    "48 x 2048": [2048] * 48,
+    "1 x 15360": [15360],
+    "1 x 61440": [61440],
+    "1 x 124928": [124928],
+}
+ON_CPU = {"48 x 64-960": [64 + round(i * (960 - 64) / 47) for i in range(48)], "1 x 8192": [8192]}
+ROUNDS = 9
+
+
+def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
+    """Arguments of one call per layer, on views like the KV cache's; successive layers evict one another."""
+    heads, group, dim = SHAPES[device]
+    used = [-(-length // PAGE) for length in lengths]
+    fields = [Field(name, (heads, PAGE, dim), dtype) for name in "kv"]
+    block = sum(field.nbytes for field in fields)
+    layers = 8 if block * sum(used) < 2**30 else 2
+    tier = Tier("device", layers, block, sum(used), torch.device(device))
+    views = tier.views(fields)
+    for layer in range(layers):
+        tier.arena[layer].view(dtype).normal_()
+    names = torch.tensor(tier.allocate(sum(used)))[torch.randperm(sum(used))]
+    pages = torch.zeros(len(lengths), max(used), dtype=torch.int64)
+    counts = torch.zeros_like(pages)
+    for row, (length, count) in enumerate(zip(lengths, used)):
+        pages[row, :count], names = names[:count], names[count:]
+        counts[row, :count] = (length - PAGE * torch.arange(count)).clamp(max=PAGE)
+    q = torch.randn(len(lengths), heads * group, dim).to(device, dtype)
+    pages, counts = pages.to(device), counts.to(device)
+    return [(q, views["k"][layer], views["v"][layer], pages, counts) for layer in range(layers)]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """A float64 softmax per sequence."""
+    outs, sums = [], []
+    for query, names, rows in zip(q.double(), pages, counts):
+        valid = (torch.arange(PAGE, device=q.device) < rows[:, None]).flatten()
+        keys, values = (x[names].transpose(0, 1).flatten(1, 2)[:, valid].double() for x in (k, v))
+        scores = query.view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+        outs.append((scores.softmax(-1) @ values).flatten(0, 1))
+        sums.append(scores.logsumexp(-1).flatten())
+    return torch.stack(outs), torch.stack(sums)
+
+
+def checked_backends(call: Call, device: str) -> dict[str, Callable[..., object]]:
+    """The backends that a device has here; ends the program if an error is more than rounding."""
+    # The reference asks the device for lengths, which a graph cannot capture.
+    names = [name for name in PREFERENCE[device] if not (device == "cuda" and name == "reference")]
+    exact, allowed, backends = plain(*call), 2e-5 if call[0].dtype == torch.float32 else 2e-2, {}
+    for name in names:
+        try:
+            backends[name] = Ops(device, overrides={"paged_attention": name}).paged_attention
+        except ValueError:
+            print(f"no backend {name!r} here")
+            continue
+        for own, expected in zip(backends[name](*call), exact):
+            error = (own.double() - expected).abs().max().item()
+            if not error <= allowed:
+                raise SystemExit(f"{name} is off by {error:.2g}, allowed {allowed}")
+    return backends
+
+
+def bytes_read(lengths: list[int], dtype: torch.dtype, device: str) -> int:
+    """Of keys and values, each once."""
+    heads, _, dim = SHAPES[device]
+    return 2 * sum(lengths) * heads * dim * dtype.itemsize
+
+
+@bench([*ON_CUDA])
+def paged_attention(case: str) -> list[Row]:
+    """A row for each backend; graphs go over the layers four times."""
+    lengths, dtype = ON_CUDA[case], torch.bfloat16
+    calls, nbytes = problem(lengths, dtype, "cuda"), bytes_read(lengths, dtype, "cuda")
+    rows: list[Row] = []
+    for name, attend in checked_backends(calls[0], "cuda").items():
+        taken = microseconds([lambda call=call, attend=attend: attend(*call) for call in 4 * calls], rounds=ROUNDS)
+        rows.append({"sequences": case, "backend": name, **against_floor(nbytes, taken)})
+    return rows
+
+
+def seconds(attend: Callable[..., object], calls: list[Call]) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    for call in calls:
+        attend(*call)
+    return (time.perf_counter() - start) / len(calls)
+
+
+@bench([(case, dtype) for case in ON_CPU for dtype in (torch.float32, torch.bfloat16)], available=lambda: True)
+def paged_attention_cpu(case: tuple[str, torch.dtype]) -> list[Row]:
+    """A row for each backend."""
+    name, dtype = case
+    calls, nbytes = problem(ON_CPU[name], dtype, "cpu"), bytes_read(ON_CPU[name], dtype, "cpu")
+    backends = checked_backends(calls[0], "cpu")
+    rounds = [{backend: seconds(attend, calls) for backend, attend in backends.items()} for _ in range(ROUNDS)]
+    rows: list[Row] = []
+    for backend in backends:
+        taken = statistics.median(times[backend] for times in rounds)
+        row: Row = {"sequences": name, "dtype": str(dtype).removeprefix("torch."), "backend": backend}
+        rows.append(row | {"us": round(1e6 * taken, 1), "GB/s": round(nbytes / taken / 1e9, 1)})
+    return rows

@@ -1,0 +1,171 @@
+"""Selection by a sketch on a GPU: coarse scores of signs, and the two-level selection of what they keep.
+
+Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of ``sign_scores``: signs and scales
+of all valid pages; float16 scores, 1/68 of those bytes at head dim 128, are written as well. Each call follows one of
+``sketch_queries``, which is included and also timed alone. Counted bytes of ``select_by_sketch``: both planes and the
+scales of the kept runs, which are random ones, and the coarse scores; page names and the result are extra. Where a call
+reads less than the second-level cache holds, each has its own rows. The first rows of every shape are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
+from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.ops.page import PAGE
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sampling import Sampling
+from shadowkv.ops.select_by_sketch import cuda as select_cuda
+from shadowkv.ops.select_by_sketch import reference as select_reference
+from shadowkv.ops.sign_scores import cuda as scores_cuda
+from shadowkv.ops.sign_scores import reference as scores_reference
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, encode_scale
+from shadowkv.ops.sketch_queries import cuda as queries_cuda
+from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
+
+OTHER_BYTES = 32 * 1024
+SCORED = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
+    (63, 61440, 8, 4, 128, False),
+    (30, 124928, 8, 4, 128, False),
+    (63, 61440, 8, 4, 128, True),
+    (1, 61440, 8, 4, 128, False),
+    (1, 124928, 8, 4, 128, False),
+    (63, 61440, 8, 4, 64, False),
+    (30, 61440, 8, 4, 256, False),
+    (63, 61440, 4, 7, 128, False),
+    (63, 61440, 8, 8, 128, False),
+]
+UNCACHED_BYTES = 200e6
+PER_ROW = (1, 5, 6, 7)  # arguments with rows, besides the queries and samples
+SELECTED = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which sampled
+    (76, 61440, 8, 4, 128, 1, 960, 480),
+    (63, 61440, 8, 4, 128, 1, 960, 0),
+    (63, 61440, 8, 4, 128, 8, 120, 0),
+    (36, 124928, 8, 4, 128, 1, 1952, 976),
+    (36, 124928, 8, 4, 128, 1, 1952, 0),
+    (18, 249856, 8, 4, 128, 1, 3904, 1952),
+    (63, 61440, 8, 4, 64, 1, 960, 480),
+    (63, 61440, 4, 7, 128, 1, 960, 480),
+    (32, 61440, 8, 4, 256, 1, 960, 480),
+    (1, 61440, 8, 4, 128, 1, 960, 480),
+    (1, 1048576, 8, 4, 128, 1, 2048, 1024),
+]
+
+
+def signs_of(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
+    """Queries, their maps and states and the other arguments of a call; rows are full, or of random lengths."""
+    columns, device = tokens // PAGE, torch.device("cuda")
+    fields = [
+        Field("other", (OTHER_BYTES,), torch.uint8),
+        Field("signs", (heads, PAGE, plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, PAGE), torch.uint8),
+    ]
+    views, pages = arena(fields, rows, columns)
+    signs, scale = views["signs"][0], views["scale"][0]
+    for part in pages.flatten().split(4096):
+        scale[part] = encode_scale(0.3 + torch.rand(len(part), heads, PAGE, device=device))
+    q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
+    counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
+    maps = random_rotation(dim, "sketch").to(device).bfloat16().repeat(rows, heads, 1, 1)
+    return q, maps, torch.arange(rows, device=device), signs, scale, pages, counts.cuda()
+
+
+def check_scores(args: tuple[Tensor, ...], scores: Tensor) -> None:
+    """Ends the program if two rows' errors are more than rounding."""
+    q, maps, states, signs, scale, pages, counts = args
+    queries = sketch_queries(q[:2], maps, states[:2])
+    exact = scores_reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])
+    torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
+
+
+@bench(SCORED, lambda: scores_cuda.available() and queries_cuda.available())
+def sign_scores(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
+    """One row of the table."""
+    rows, tokens, heads, group, dim, ragged = case
+    args = signs_of(*case)
+    q, maps, states, *fields = args
+
+    def call() -> Tensor:
+        return scores_cuda.sign_scores(queries_cuda.sketch_queries(q, maps, states), *fields)
+
+    check_scores(args, call())
+    time = microseconds([call] * 10)
+    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, states)] * 10)
+    moved = int(args[6].sum()) * heads * PAGE * (plane_bytes(dim) + 1)
+    row: Row = {"rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged}
+    return [row | {"queries us": round(queries_time, 1)} | against_floor(moved, time)]
+
+
+def planes_of(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, sampled: int) -> tuple:
+    """Arguments of a call; every row is full."""
+    columns, device = tokens // PAGE, torch.device("cuda")
+    fields = [
+        Field("other", (OTHER_BYTES // 2,), torch.uint8),
+        Field("signs", (heads, PAGE, plane_bytes(dim)), torch.uint8),
+        Field("rest", (heads, PAGE, plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, PAGE), torch.uint8),
+    ]
+    views, pages = arena(fields, rows, columns)
+    signs, rest, scale = (views[field.name][0] for field in fields[1:])
+    for part in pages.flatten().split(4096):
+        excluded = torch.rand(len(part), heads, PAGE // chunk, device=device) < 0.01
+        coded = encode_scale(0.3 + torch.rand(len(part), heads, PAGE, device=device))
+        scale[part] = coded.masked_fill(excluded.repeat_interleave(chunk, -1), EXCLUDED_SCALE)
+    coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
+    q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
+    counts = torch.full((rows,), columns, device=device)
+    budgets = torch.full((rows,), budget - sampled, device=device)
+    sampling = Sampling(torch.full_like(budgets, sampled), torch.arange(rows, device=device)) if sampled else None
+    queries = sketch_queries(q, torch.eye(dim, device=device)[None, None], torch.zeros_like(counts))
+    return queries, coarse, signs, rest, scale, pages, counts, budgets, chunk, budget, sampling
+
+
+def rows_of(args: tuple, rows: slice) -> tuple:
+    """The arguments of a call for some rows."""
+    parts = {field.name: getattr(args[0], field.name)[rows] for field in dataclasses.fields(SketchQueries)}
+    sampling = args[-1] and Sampling(args[-1].counts[rows], args[-1].seeds[rows])
+    return SketchQueries(**parts), *(x[rows] if i in PER_ROW else x for i, x in enumerate(args[1:-1], 1)), sampling
+
+
+def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
+    """Bytes of coarse scores and of the kept runs of one row."""
+    runs = int(select_reference.kept_runs(torch.tensor([tokens // PAGE]), torch.tensor([budget]), chunk))
+    return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 1))
+
+
+def check_selection(args: tuple, selected: Tensor) -> None:
+    """Ends the program if the first rows, without sampling, differ in more chunks than ties and rounding
+    explain."""
+    exact, _ = select_reference.select_by_sketch(*rows_of(args, slice(2))[:-1])
+    for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
+        assert len(own) == len(expected)
+        common = torch.isin(own, expected).sum()
+        assert common >= 0.97 * len(own), f"{common} of {len(own)} chunks are right"
+
+
+@bench(SELECTED, select_cuda.available)
+def select_by_sketch(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
+    """One row of the table."""
+    rows, tokens, heads, group, dim, chunk, budget, sampled = case
+    moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
+    copies = math.ceil(UNCACHED_BYTES / moved)
+    args = planes_of(rows * copies, tokens, heads, group, dim, chunk, budget, sampled)
+    check_selection(args, select_cuda.select_by_sketch(*args[:-1])[0])
+
+    def call(part: slice) -> Callable[[], object]:
+        own = rows_of(args, part)
+        return lambda: select_cuda.select_by_sketch(*own)
+
+    calls = [call(slice(i * rows, (i + 1) * rows)) for i in range(copies)]
+    time = microseconds(calls * math.ceil(10 / copies))
+    row: Row = {
+        "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "chunk": chunk,
+        "budget": budget, "sampled": sampled,
+    }  # fmt: skip
+    return [row | against_floor(moved, time)]

@@ -1,0 +1,90 @@
+"""What benches of single ops share: a register, arenas like the KV cache's, and times of calls from CUDA graphs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.arenas import Field, Tier
+
+Row = dict[str, object]
+
+READ_SPEED = 4.5e12
+"""Measured read speed of an H200, in bytes per second."""
+
+
+class Bench(NamedTuple):
+    """An op's shapes, what makes rows of one, and whether the op is available."""
+
+    cases: Sequence[Any]
+    measure: Callable[[Any], list[Row]]
+    available: Callable[[], bool]
+
+
+BENCHES: dict[str, Bench] = {}
+
+
+def bench(
+    cases: Sequence[Any], available: Callable[[], bool] = torch.cuda.is_available
+) -> Callable[[Callable[[Any], list[Row]]], Callable[[Any], list[Row]]]:
+    """Registers a function that measures a case, as the bench of its name."""
+
+    def register(measure: Callable[[Any], list[Row]]) -> Callable[[Any], list[Row]]:
+        BENCHES[measure.__name__] = Bench(cases, measure, available)
+        return measure
+
+    return register
+
+
+def arena(fields: Sequence[Field], rows: int, columns: int, most_layers: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """Pages of random bytes on the GPU, as the KV cache has them.
+
+    Args:
+        most_layers: if more than one, layers have 1 GB in total, so that none is found in a cache; two at the least.
+
+    Returns:
+        A view of each field, [layers, ...], and names of pages [rows, columns], shuffled.
+    """
+    size, device = -(-sum(field.nbytes for field in fields) // 256) * 256, torch.device("cuda")
+    layers = 1 if most_layers == 1 else max(2, min(most_layers, 2**30 // (size * rows * columns)))
+    tier = Tier("device", layers, size, rows * columns, device)
+    tier.arena.random_()
+    names = torch.tensor(tier.allocate(rows * columns)).to(device)
+    return tier.views(fields), names[torch.randperm(len(names), device=device)].view(rows, columns)
+
+
+def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> float:
+    """Median time of one of ``calls`` in a CUDA graph of all."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return statistics.median(replay_times(graph, rounds + 2)[2:]) / len(calls)
+
+
+def replay_times(graph: torch.cuda.CUDAGraph, rounds: int) -> list[float]:
+    """Microseconds of each of ``rounds`` replays of a graph."""
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return times
+
+
+def against_floor(nbytes: float, time: float, speed: float = READ_SPEED) -> Row:
+    """Columns of a call that moves ``nbytes`` in ``time`` microseconds; the floor is their time at ``speed``."""
+    floor = nbytes / speed * 1e6
+    return {
+        "us": round(time, 1), "MB": round(nbytes / 1e6, 1), "GB/s": round(nbytes / time / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+    }  # fmt: skip

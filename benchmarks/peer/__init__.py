@@ -1,0 +1,1 @@
+"""Another engine, in the columns of the sweeps' files."""

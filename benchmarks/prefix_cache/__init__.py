@@ -1,0 +1,1 @@
+"""Prompts that come again: what a hit costs and answers, what eviction keeps, bytes of what is stored."""

@@ -1,0 +1,97 @@
+"""Rows of a sweep in a CSV file: each is appended as it is measured, and existing ones are not measured again.
+
+Uses neither shadowkv nor PyTorch: benchmarks of other engines write the same files.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPLAYED = ("replayed_density",)
+"""The share of blocks that a sparse prefill is given instead of choosing it; meaningless without sparse attention."""
+
+ABOUT = ("commit", "command", "device", "spec")
+"""Last columns of every file: where a row comes from."""
+
+Kind = tuple[tuple[str, ...], tuple[str, ...]]
+
+PREFILL = (("engine", "kv", "prefill", "quantization", "context"), ("ttft_s", "first_ttft_s", "attention_density"))
+SHORT = ("engine", "kv", "context"), ("ttft_s", "full_ttft_s", "ratio")
+MIXED = (
+    ("engine", "kv", "prefill", "quantization", "requests", "input", "output"),
+    ("wall_s", "output_tokens_per_s", "ttft_mean_s", "tpot_ms"),
+)
+REUSE = (
+    ("case", "engine", "kv", "prefill", "quantization", "reuse", "tokens"),
+    ("wall_s", "ttft_p50_s", "ttft_p99_s", "output_tokens_per_s")
+    + ("hit_rate_device", "hit_rate_host", "hit_rate_disk"),
+)
+GAPS = (
+    ("engine", "kv", "prefill", "quantization", "decoding", "behind", "probe", "probe_behind"),
+    ("gap_p50_ms", "gap_p99_ms", "probe_ttft_s"),
+)
+RANKS = ("case", "gpus", "kv", "context"), ("batch", "tokens_per_s", "step_ms", "ttft_s", "ratio")
+BYTES = ("model", "kv", "context"), ("device_bytes_per_token", "host_bytes_per_token", "bytes_per_token")
+DISTORTION = ("model", "kv", "prompts", "prompt_tokens"), ("d_keys", "d_values")
+FIDELITY = (("model", "kv", "prompts", "prompt_tokens", "new_tokens"), ("kl", "kl_stderr", "top1", "top1_stderr"))
+RULER = (("model", "kv", "length", "samples", "tasks"), ("score", "stderr", "difference", "difference_stderr"))
+THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
+"""Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,
+whose prefills are given no blocks."""
+
+Row = Mapping[str, Any]
+
+
+class Rows:
+    """A file of rows; ``kind`` is one of the above.
+
+    Raises ValueError where the file has other columns.
+
+    Args:
+        replayed: columns for what prefills are given instead of choosing it.
+    """
+
+    def __init__(self, path: Path, kind: Kind, replayed: tuple[str, ...] = REPLAYED) -> None:
+        self.path, (key, figures) = path, kind
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.key, self.columns = (*key, *replayed), [*key, *figures, *replayed, *ABOUT]
+        self._there: set[tuple[str, ...]] | None = None
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                columns = next(csv.reader(file), [])
+            if columns != self.columns:
+                raise ValueError(f"{path} has the columns {','.join(columns)}, not {','.join(self.columns)}")
+            self._there = {self._name(row) for row in read(path)}
+
+    def has(self, row: Row) -> bool:
+        """Whether this row has been measured."""
+        return self._there is not None and self._name(row) in self._there
+
+    def add(self, row: Row) -> None:
+        """Appends a row, and prints it."""
+        shown = {name: show(row.get(name)) for name in self.columns}
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if self._there is None:
+                writer.writeheader()
+                self._there = set()
+            writer.writerow(shown)
+        self._there.add(self._name(row))
+        print(" ".join(f"{name}={shown[name]}" for name in self.columns[: -len(ABOUT)] if shown[name]), flush=True)
+
+    def _name(self, row: Row) -> tuple[str, ...]:
+        return tuple(show(row.get(name)) for name in self.key)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """All rows of a file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def show(value: Any) -> str:
+    """A figure in a few characters; nothing for None."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

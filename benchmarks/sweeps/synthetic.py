@@ -1,0 +1,201 @@
+"""What stands in for long use and for trained weights: scattered pages, random keys and values, blocks and chunks that
+are given instead of chosen.
+
+Random weights attend to everything equally: no sparse prefill can choose its blocks, and hardly a chunk is selected
+twice. What is chosen is computed as usual, then replaced, so that its cost and that of what follows can be measured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.sparse import BlockHook
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks
+
+EXTENSIONS, ROUNDS = 5000, 2
+"""Approximate number of extensions of all sequences in a round of ``scatter``, and rounds."""
+
+SCRIPT_STEPS = 64
+"""Steps of a script; after the last it restarts with the first, most of which the buffer has evicted by then."""
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+def scatter(cache: KVCache, seed: int = 0) -> None:
+    """Leaves the free blocks of an empty cache fragmented, as after long use: in short runs, in random order.
+
+    The largest possible number of sequences grow in turns, by a few pages at a time, until each is as long as it can be
+    or nothing is free, and are released in random order. A single sequence grows all at once.
+    """
+    rng, count, longest = random.Random(seed), cache.free["sequences"], cache.max_model_len
+    most_pages = max(1, 2 * count * longest // (PAGE * EXTENSIONS))
+    for _ in range(ROUNDS):
+        sequences = [cache.allocate(0, 0) for _ in range(count)]
+        growing = list(sequences)
+        while growing:
+            sequence = rng.choice(growing)
+            capacity = min(sequence.capacity + PAGE * rng.randint(1, most_pages), longest)
+            with suppress(OutOfBlocks):
+                cache.extend(sequence, capacity, capacity)
+            if sequence.capacity != capacity or capacity == longest:
+                growing.remove(sequence)
+        rng.shuffle(sequences)
+        for sequence in sequences:
+            cache.release(sequence)
+
+
+@torch.inference_mode()
+def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
+    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in every layer."""
+    batch = cache.prefill_batch([(sequence, tokens)])
+    size = 2, tokens, cache.shape.num_kv_heads, cache.shape.head_dim
+    k, v = torch.randn(size, dtype=cache.dtype, device=cache.device)
+    for layer in range(cache.shape.num_layers):
+        cache.append(layer, k, v, batch.block(0, tokens))
+        cache.finish_prefill(layer, batch)
+    cache.end_prefill(batch)
+
+
+@torch.inference_mode()
+def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Tensor:
+    """Logits [V] of the last token of a prompt."""
+    steps = runner.prefill([(sequence, prompt)])
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            logits: Tensor = end.value[0]
+            return logits[0]
+
+
+def endless(new: int) -> SamplingParams:
+    """Greedy, up to exactly ``new`` tokens."""
+    return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+
+
+def fill_all(runner: Runner, sequences: list[CachedSequence], tokens: int) -> None:
+    """``fill_random`` for each, on every rank (``Runner.collective_rpc``)."""
+    for sequence in sequences:
+        fill_random(runner.cache, sequence, tokens)
+
+
+def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -> None:
+    """Makes ``engine`` run a request of ``new`` tokens for every prompt; keys and values are random if ``synthetic``.
+
+    Raises MemoryError if some do not fit.
+    """
+    running, cache = engine.num_running, engine.cache
+    for number, prompt in enumerate(prompts, running):
+        request = engine.request(str(number), prompt, endless(new))
+        try:
+            sequence = cache.allocate(len(prompt), request.capacity)
+        except OutOfBlocks as error:
+            raise MemoryError(f"only {number} of {running + len(prompts)} sequences fit") from error
+        if synthetic:
+            engine.runner.collective_rpc(fill_all, [sequence], len(prompt))
+            token = prompt[-1]
+        else:
+            token = int(prefilled(engine.runner, sequence, prompt).argmax())
+        engine.resume(request, sequence, token)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def replayed(density: float, seed: int = 0) -> BlockHook:
+    """A hook that gives tiles the blocks that they always attend to and random others for each head, in total a share
+    ``density`` of all. The selection that it replaces is still computed."""
+    known: dict[tuple[int, ...], Blocks] = {}
+
+    def hook(layer: int, q: Tensor, k: Tensor, blocks: Blocks) -> Blocks:
+        shape = tuple(blocks[0].shape)
+        if shape not in known:
+            known[shape] = random_blocks(blocks[0], density, seed)
+        return known[shape]
+
+    return hook
+
+
+def replay(runner: Runner, sequences: list[CachedSequence], density: float | None) -> None:
+    """Gives sparse prefills their blocks from now on, or lets them choose, on all ranks (``Runner.collective_rpc``)."""
+    runner.cache.block_hook = None if density is None else replayed(density)
+
+
+def random_blocks(like: Tensor, density: float, seed: int) -> Blocks:
+    """Indices int32 [H_q, tiles, n] for ``like`` int32 [H_q, tiles, blocks], whose last tile ends with the last block,
+    counts [H_q, tiles], of which n is the largest, and weights [H_q, tiles, n], 2 where a block was random.
+
+    Lists of all blocks for every block of a prompt of a million tokens would take gigabytes."""
+    heads, tiles, blocks = like.shape
+    end = blocks - tiles + 1 + torch.arange(tiles)[:, None]
+    count = (density * end.double()).round().clamp_min(SINK_BLOCKS + LOCAL_BLOCKS + 1).minimum(end).int()
+    longest, generator = int(count.max()), torch.Generator(like.device).manual_seed(seed)
+    end, count = end.to(like.device), count.to(like.device)
+    place, within = torch.arange(blocks, device=like.device), torch.arange(longest, device=like.device)
+    lists = []
+    for _ in range(heads):  # one by one, as sorting takes several times the memory of what is sorted
+        order = torch.rand(tiles, blocks, generator=generator, device=like.device)
+        order.masked_fill_((place < SINK_BLOCKS) | (place >= end - 1 - LOCAL_BLOCKS), 2).masked_fill_(place >= end, -1)
+        chosen = order.topk(longest).indices.masked_fill_(within >= count, blocks).sort().values
+        lists.append(chosen.masked_fill_(chosen == blocks, 0).int())
+    indices, counts = torch.stack(lists), count.squeeze(1).expand(heads, tiles).contiguous()
+    always = (indices < SINK_BLOCKS) | (indices >= end - 1 - LOCAL_BLOCKS)
+    return indices, counts, torch.where(always, 1.0, 2.0)
+
+
+def repeating(
+    shape: tuple[int, int, int], k: int, share: float, steps: int, device: torch.device | str = "cuda"
+) -> Iterator[Tensor]:
+    """Chunks int64 [rows, heads, k] of each step, for ``shape`` [rows, heads, chunks]."""
+    last = torch.rand(shape, device=device).topk(k).indices
+    for _ in range(steps):
+        weights = torch.rand(shape, device=device)
+        kept = torch.rand(last.shape, device=device).argsort(-1) < round(share * k)
+        last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
+        yield last
+
+
+class ScriptedSelection:
+    """A ``selection_hook``; may be captured in a graph, whose replays continue the script.
+
+    Padding rows of a captured batch belong to the last segment, which is unused and for which nothing is selected. A
+    model must have at least two layers.
+
+    Args:
+        tokens: of context, of the shortest sequence; no decoding sequence may be shorter.
+        share: of a step's chunks that the previous step selected too.
+    """
+
+    def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
+        self._layer = cache.shape.num_layers
+        spec, heads = cache.spec, cache.shape.num_kv_heads
+        self._rows, chunks = cache.total["segment_slots"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
+        k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
+        # Row of the script where the current step begins.
+        self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
+        self._script = torch.full((SCRIPT_STEPS, self._rows, heads, 2 * k), -1, device=cache.device)
+        for step, chosen in enumerate(repeating((self._rows, heads, chunks), k, share, SCRIPT_STEPS, cache.device)):
+            self._script[step, :-1, :, :k] = chosen[:-1].sort().values
+        self._script = self._script.flatten(0, 1)
+
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        """The current step's selection; a step begins where a layer follows a later one."""
+        width = selected.chunks.shape[-1]
+        if layer < self._layer:
+            self._first.add_(self._rows).remainder_(len(self._script))
+        self._layer = layer
+        return Selection(self._script[..., :width].index_select(0, self._first + batch.slots))

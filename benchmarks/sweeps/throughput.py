@@ -1,0 +1,236 @@
+"""Decode throughput of KV policies at their largest batch, through ``Engine.step``.
+
+One cell per policy and context: its engine is built, filled with the number of sequences that fits, and decode steps
+are timed in windows; then a few steps are profiled. Cells that already have a JSON file in ``--out`` are not run again.
+Lengths are ragged and pages are fragmented, as after long use: sequences seal at different steps, and their pages are
+in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
+and values for the others.
+
+    python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
+        --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import random
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sweeps.engines import window
+from benchmarks.sweeps.plots import plot_throughput
+from benchmarks.sweeps.rows import show
+from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
+from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.startup.sizing import largest_batch
+from shadowkv.eval.provenance import provenance
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import GIB
+
+COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
+COLUMNS += ["h2d_mb_per_step", "hit_rate", "status"]
+UTILIZATION = 0.99
+"""Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
+
+PROFILED_STEPS = 4
+
+RAGGED = 64
+"""Prompts are up to this many tokens shorter than the context."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+    parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
+    parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
+    parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
+    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    parser.add_argument("--host-memory-gib", type=float, help="pinned memory (default: 85 %% of what is free)")
+    parser.add_argument(
+        "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
+    )
+    text = "where values are on the host: share of the selected chunks that the step before selected too"
+    parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    args = parser.parse_args(arguments)
+    if args.hit_rate is not None and not 0 <= args.hit_rate <= 1:
+        parser.error(f"--hit-rate {args.hit_rate} must be a share from 0 to 1")
+    args.out.mkdir(parents=True, exist_ok=True)
+    loaded = None
+    for context in args.context:
+        for kv in args.kv:
+            for batch in args.batch:
+                path = cell_path(args.out, args.model, kv, context, batch)
+                if path.exists():
+                    continue
+                if loaded is None:
+                    loaded = load_from_config(config_of(args, kv, 1, max(args.context)))
+                cell = measure(args, loaded, kv, context, batch)
+                path.write_text(json.dumps(cell, indent=1) + "\n")
+                print(" ".join(f"{name}={show(cell[name])}" for name in COLUMNS), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+    summarise(args.out)
+    return 0
+
+
+def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto") -> Path:
+    """The JSON file of a cell."""
+    name = f"{Path(model).name}_{kv}_{context}_{batch}"
+    return out / (re.sub(r"[^\w.-]", "_", name) + ".json")
+
+
+def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
+    """Config of a cell's engine."""
+    given = {name: getattr(args, name) for name in ("model", "load_format", "quantization", "enforce_eager")}
+    sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args)}
+    host = args.host_memory_gib or 0.85 * free_host_bytes() / GIB
+    # Random weights were not trained for any context: every base takes the same time.
+    theta = 1e7 if args.load_format == "dummy" else None
+    memory = {"gpu_memory_utilization": UTILIZATION, "host_memory_gib": host}
+    return EngineConfig(kv=kv, rope_theta=theta, **given, **sizes, **memory)
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Most tokens that a sequence gains: warm-up, windows and profile."""
+    return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
+
+
+def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
+    """One cell; if it does not fit, a row that says so."""
+    cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
+    cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
+    try:
+        count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
+        cell["batch"] = count
+        if not count:
+            raise MemoryError("not one sequence fits")
+        engine = Engine(config_of(args, kv, count, context), loaded)
+        cell["spec"] = asdict(engine.cache.spec)
+        cell["notes"] = engine.notes
+        cell["backends"] = engine.cache.ops.backends
+        cell |= run(args, engine, count, context)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        cell["status"] = f"out of memory: {str(error).splitlines()[0]}"
+    return cell
+
+
+def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
+    """Number of sequences that both tiers hold, as engine and planner count."""
+    shape, dtype = loaded.config.shape, loaded.model.dtype
+    capacity = context + new_tokens(args)
+    layout = Layout(preset(kv), shape, dtype, capacity)
+    free, total = torch.cuda.mem_get_info()
+    host = config_of(args, kv, 1, context).host_memory_gib
+    assert host is not None
+    usable = int(total * UTILIZATION) - (total - free)
+    return largest_batch(loaded.config, layout, context, capacity, usable, int(host * GIB)).both
+
+
+def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
+    """Fills an engine and times its steps."""
+    cache = engine.cache
+    scatter(cache)
+    if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
+        cache.selection_hook = ScriptedSelection(cache, context - RAGGED, args.hit_rate)
+    torch.cuda.synchronize()
+    ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill)
+    for _ in range(args.steps):
+        engine.step()
+    torch.cuda.synchronize()
+    before = engine.stats().fetches
+    windows = [window(engine, args.steps, count) for _ in range(args.windows)]
+    step = statistics.median(windows)
+    stats = engine.stats()
+    used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
+    buffer = cache.layout.bytes_per_block()["segment_slots"]
+    selected, fetched, moved = (
+        getattr(stats.fetches, name) - getattr(before, name) for name in ("selected", "fetched", "fetched_bytes")
+    )
+    return {
+        "decode_tokens_per_s": count / step,
+        "step_ms": 1e3 * step,
+        "windows_ms": [1e3 * seconds for seconds in windows],
+        "ttft_s": ttft,
+        "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
+        "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
+        "host_gib": used["host"] / GIB,
+        "h2d_mb_per_step": moved / (args.windows * args.steps) / 1e6,
+        "hit_rate": 1 - fetched / selected if selected else None,
+        "profile": profile(engine),
+    }
+
+
+def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:
+    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's time to first
+    token in seconds. Raises MemoryError if some do not fit."""
+    draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
+    prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
+    engine.add_request("0", prompts[0], endless(new))
+    while not (outputs := engine.step()):
+        if engine.stats().waiting:  # nothing is being computed, so nothing will ever end
+            raise MemoryError("not one sequence fits")
+    if outputs[0].error is not None:
+        raise MemoryError(outputs[0].error)
+    times = outputs[0].times
+    begin(engine, prompts[1:], new, synthetic)
+    assert times.first_token is not None
+    return times.first_token - times.arrival
+
+
+def profile(engine: Engine) -> dict[str, Any]:
+    """Device time of a step by kernel, in ms, and the share of the time in which at least one of them ran."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels: dict[str, list[float]] = defaultdict(list)
+    end, ran = events[0].time_range.start, 0.0
+    for event in events:  # some run concurrently
+        kernels[event.name[:120]].append(event.device_time)
+        ran += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    total = sum(map(sum, kernels.values())) / PROFILED_STEPS / 1e3
+    table = [
+        {"kernel": name, "ms_per_step": sum(times) / PROFILED_STEPS / 1e3, "calls": len(times) / PROFILED_STEPS}
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {"device_ms_per_step": total, "busy": ran / (end - events[0].time_range.start), "kernels": table[:40]}
+
+
+def summarise(out: Path) -> None:
+    """Writes summary.csv and the plots from all cells of the folder."""
+    cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    with (out / "summary.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows([show(cell[name]) for name in COLUMNS] for cell in cells)
+    plot_throughput(cells, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+// What the bindings of paged decode attention share: checks, and launches on the current stream.
+#pragma once
+
+#include "paged_attention.cuh"
+
+#include "kernels/common/checks.h"
+
+#include <utility>
+
+namespace shadowkv {
+
+// What is the same for all kinds of rows; the dtypes and shapes of q, k, v and pages have been checked already. The
+// number of splits follows from the size of the partial results.
+template <typename Rows>
+PagedInputs<Rows> paged_inputs(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, int64_t splits, const Rows& rows) {
+  using Element = typename Rows::Element;
+  const int64_t batch = q.size(0), query_heads = q.size(1), heads = k.size(1);
+  check_dense_from(q, "q", 0);
+  for (const auto& [x, name] : {std::pair{&k, "k"}, {&v, "v"}, {&pages, "pages"}}) check_dense_from(*x, name, 1);
+  for (const auto& [x, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
+    STD_TORCH_CHECK(
+        (int64_t(x->const_data_ptr()) | x->stride(0) * int64_t(x->element_size())) % 16 == 0, name,
+        " does not start at a multiple of 16 bytes everywhere");
+  STD_TORCH_CHECK(
+      heads > 0 && query_heads % heads == 0, query_heads, " query heads are no multiple of ", heads, " kv heads");
+  STD_TORCH_CHECK(
+      splits > 0 && batch < 65536 && heads < 65536, "no room for ", splits, " splits, ", batch, " sequences, ", heads,
+      " heads");
+  return {
+      static_cast<const __nv_bfloat16*>(q.data_ptr()),
+      static_cast<const Element*>(k.data_ptr()),
+      static_cast<const Element*>(v.data_ptr()),
+      static_cast<const int64_t*>(pages.data_ptr()),
+      k.stride(0), v.stride(0), pages.stride(0),
+      int(batch), int(heads), int(query_heads / heads), int(pages.size(1)), int(splits), rows};
+}
+
+inline PagedOutputs paged_outputs(
+    const Tensor& q, const Tensor& out, const Tensor& lse, const Tensor& partial_out, const Tensor& partial_lse) {
+  const int64_t batch = q.size(0), rows = q.size(1), dim = q.size(2), splits = partial_lse.size(2);
+  check_dense(out, "out", Dtype::BFloat16, {batch, rows, dim});
+  check_dense(lse, "lse", Dtype::Float, {batch, rows});
+  check_dense(partial_out, "partial_out", Dtype::Float, {batch, rows, splits, dim});
+  check_dense(partial_lse, "partial_lse", Dtype::Float, {batch, rows, splits});
+  return {
+      static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
+      static_cast<float*>(partial_out.data_ptr()), static_cast<float*>(partial_lse.data_ptr())};
+}
+
+template <typename Rows, int kDim, int kBlocks, bool kAhead>
+void launch_paged_kernel(const PagedInputs<Rows>& in, const PagedOutputs& to, cudaStream_t stream) {
+  const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
+  const dim3 grid(in.splits * query_blocks, in.heads, in.batch);
+  paged_attention_kernel<Rows, kDim, kBlocks, kAhead><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
+  check_launch("paged_attention");
+  if (in.splits == 1) return;
+  // The merge's blocks start while the last partial results are computed, and wait for them in the kernel.
+  const cudaError_t error = launch_early(
+      merge_splits_kernel<kDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
+  STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
+}
+
+// Runs attention with the arguments of paged_inputs and paged_outputs.
+template <typename Rows>
+void launch_paged_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const Rows& rows, const Tensor& out,
+    const Tensor& lse, const Tensor& partial_out, const Tensor& partial_lse) {
+  const auto in = paged_inputs(q, k, v, pages, partial_lse.size(2), rows);
+  const PagedOutputs to = paged_outputs(q, out, lse, partial_out, partial_lse);
+  if (in.batch == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const cudaStream_t stream = current_stream(q);
+  switch (q.size(2)) {
+    case 64: return launch_paged_kernel<Rows, 64, Rows::kBlocks[0], true>(in, to, stream);
+    case 96: return launch_paged_kernel<Rows, 96, Rows::kBlocks[1], true>(in, to, stream);
+    case 128: return launch_paged_kernel<Rows, 128, Rows::kBlocks[2], true>(in, to, stream);
+    case 256: return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead>(in, to, stream);
+    default: STD_TORCH_CHECK(false, "head dim ", q.size(2), " is not 64, 96, 128 or 256");
+  }
+}
+
+} // namespace shadowkv

@@ -1,0 +1,348 @@
+// Decode attention over pages, read in place: split-KV with an online softmax (FlashDecoding), in two kernels.
+//
+// A block takes a share of the pages of one sequence and kv head; each of its four warps takes 16 tokens of every page.
+// Keys and values go from global memory directly into tensor-core fragments: the products may take the dimensions of a
+// head in any order, so a fragment is whatever 16-byte loads of whole sectors return, and shared memory is only needed
+// at the end. Rows may be of any kind in paged_rows.cuh.
+#pragma once
+
+#include "constants.h"
+#include "kernels/common/early_launch.cuh"
+#include "kernels/common/merge_splits.cuh"
+#include "kernels/common/mma.cuh"
+#include "paged_rows.cuh"
+
+namespace shadowkv {
+
+constexpr int kPagedQueries = 8; // query heads per block: columns of a product
+constexpr int kPagedWarps = kPage / kPagedTile;
+
+// Strides count elements, page strides elements between consecutive page names.
+template <typename Rows>
+struct PagedInputs {
+  const __nv_bfloat16* q;          // [batch, heads * group, dim], contiguous
+  const typename Rows::Element* k; // pages of [heads, 64, dim]
+  const typename Rows::Element* v;
+  const int64_t* pages; // [batch, entries]
+  int64_t k_page, v_page, pages_row;
+  int batch, heads, group, entries, splits;
+  Rows rows;
+};
+
+using PagedOutputs = SplitOutputs<__nv_bfloat16>; // rows: batch * heads * group
+
+// Maximum over the four lanes of a quad.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// A warp's walk over the tiles of its pages that hold tokens: the 16 tokens from `first` on of every step-th page. A
+// lane keeps the name of one page in 32, and what determines which of its tokens are attended to.
+template <typename Rows>
+struct PagedTiles {
+  typename Rows::Tokens of;
+  const int64_t* pages;
+  int next, step, entries, first;
+  uint32_t left = 0;
+  int64_t name, value_name;
+  int kept;
+  int64_t page, value_page; // of keys and of values
+  int tokens;      // up to the end of the page's, of which at most 16 belong to the tile; 0 after the last tile
+  int skipped = 0; // leading tokens that are not attended to; below 0 for none
+
+  __device__ __forceinline__ void advance() {
+    while (left == 0 && next < entries) {
+      const int entry = next + threadIdx.x % 32 * step;
+      name = entry < entries ? pages[entry] : 0;
+      if constexpr (Rows::kOwnValuePages) value_name = entry < entries ? of.value_pages[entry] : 0;
+      kept = entry < entries ? of.tile(entry, first) : of.kNone;
+      left = __ballot_sync(~0u, of.any(kept));
+      next += 32 * step;
+    }
+    const int lane = __ffs(left) - 1;
+    page = __shfl_sync(~0u, name, lane & 31);
+    if constexpr (Rows::kOwnValuePages) value_page = __shfl_sync(~0u, value_name, lane & 31);
+    else value_page = page;
+    if (left == 0) {
+      tokens = 0;
+    } else {
+      const int tile = __shfl_sync(~0u, kept, lane & 31);
+      tokens = of.end(tile);
+      if constexpr (Rows::kSkipping) skipped = of.begin(tile);
+    }
+    left &= left - 1;
+  }
+};
+
+// The row that is read for token i of a tile. Rows that are not attended to may hold NaN and are never read; one that
+// is attended to is read instead, so that masking only has to handle scores and weights.
+template <typename Rows>
+__device__ __forceinline__ int row_read(int i, int tokens, int skipped) {
+  i = min(i, tokens - 1);
+  return Rows::kSkipping ? max(i, skipped) : i;
+}
+
+// A lane's part of the keys or values of a tile.
+template <typename Rows, int kDim>
+struct PagedKeys {
+  static constexpr int kUnits = kDim / 32; // of 8 dimensions, per lane and token
+  typename Rows::Unit unit[2][kUnits];
+
+  // Lane (g, t) takes tokens g and g + 8, units t, t + 4, … of each.
+  __device__ __forceinline__ void load(const Rows::Element* tile, int tokens, int skipped, int g, int t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto* row = tile + row_read<Rows>(g + 8 * half, tokens, skipped) * kDim + 8 * t;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) unit[half][i] = Rows::load8(row + 32 * i);
+    }
+  }
+};
+
+// kSpan: dimensions that are held at a time.
+template <typename Rows, int kDim, int kSpan>
+struct PagedValues {
+  static constexpr int kWhole = kSpan / 64;                       // runs of 64 dimensions: 8 per lane
+  static constexpr bool kHalf = kSpan % 64 != 0;                  // and one of 32: 4 per lane
+  static constexpr int kPairs = kSpan / 16;                          // pairs of dimensions of a lane
+  static constexpr int kInWord = 2 / sizeof(typename Rows::Element); // pairs per word
+  uint32_t word[4][kPairs / kInWord];
+
+  // Lane (g, t) takes dimensions 8 g + 64 i of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+  __device__ __forceinline__ void load(const Rows::Element* tile, int tokens, int skipped, int g, int t) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const auto* row = tile + row_read<Rows>(2 * t + n % 2 + n / 2 * 8, tokens, skipped) * kDim;
+#pragma unroll
+      for (int i = 0; i < kWhole; ++i) {
+        const auto x = Rows::load8(row + 64 * i + 8 * g);
+        if constexpr (kInWord == 1)
+          word[n][4 * i] = x.x, word[n][4 * i + 1] = x.y, word[n][4 * i + 2] = x.z, word[n][4 * i + 3] = x.w;
+        else word[n][2 * i] = x.x, word[n][2 * i + 1] = x.y;
+      }
+      if constexpr (kHalf) {
+        const auto* rest = row + 64 * kWhole + 4 * g;
+        if constexpr (kInWord == 1) {
+          const uint2 x = load_line8(rest);
+          word[n][4 * kWhole] = x.x, word[n][4 * kWhole + 1] = x.y;
+        } else {
+          word[n][2 * kWhole] = load_line4(rest);
+        }
+      }
+    }
+  }
+
+  // Pair j of the span as a fragment. A register holds the same dimension of two tokens: row g the lower dimension of
+  // the pair, row g + 8 the higher one.
+  __device__ __forceinline__ void fragment(int j, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t x = word[2 * n][j / kInWord], y = word[2 * n + 1][j / kInWord];
+      if constexpr (kInWord == 1) {
+        a[2 * n] = __byte_perm(x, y, 0x5410), a[2 * n + 1] = __byte_perm(x, y, 0x7632);
+      } else {
+        const uint32_t both = __byte_perm(x, y, j % 2 == 0 ? 0x5140 : 0x7362);
+        a[2 * n] = half2_of_e4m3(both), a[2 * n + 1] = half2_of_e4m3(both >> 16);
+      }
+    }
+  }
+
+  // First dimension of a lane's pair j, counted over all spans.
+  static __device__ __forceinline__ int dim(int j, int g) {
+    const int start = j / kPairs * kSpan;
+    j %= kPairs;
+    return start + (j < 4 * kWhole ? j / 4 * 64 + 8 * g + j % 4 * 2 : kWhole * 64 + 4 * g + j % 4 * 2);
+  }
+};
+
+// Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: there are
+// two products with the two halves of a key's unit, and half of the rows of each counts. Queries past the group are 0.
+template <typename Rows, int kDim>
+__device__ __forceinline__ void
+load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, int queries, int g, int t) {
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) {
+    const uint4 x = g < queries ? *reinterpret_cast<const uint4*>(from + g * kDim + 8 * (t + 4 * i)) : uint4{};
+    q[i][0] = Rows::query(x.x), q[i][1] = Rows::query(x.z), q[i][2] = Rows::query(x.y), q[i][3] = Rows::query(x.w);
+  }
+}
+
+// The scores of a tile, queries x tokens: the sums of low[.][0, 1] and high[.][2, 3].
+template <typename Rows, int kDim>
+__device__ __forceinline__ void score_tile(
+    const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kDim / 32][4], float (&low)[2][4], float (&high)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < keys.kUnits; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 x = Rows::widen(keys.unit[half][i]);
+      Rows::multiply(low[half], q[i], {x.x, x.y});
+      Rows::multiply(high[half], q[i], {x.z, x.w});
+    }
+}
+
+// A lane's results for query g so far: the largest score, the sum over the lane's own tokens.
+struct PagedPeak {
+  float peak = -INFINITY, sum = 0.0f;
+
+  // Turns a tile's scores into weights, and returns the factor by which sums so far shrink.
+  __device__ __forceinline__ float weigh(float (&x)[4]) {
+    // Every tile has a token, so the new peak is finite.
+    const float new_peak = fmaxf(peak, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+    const float shrink = exp2_fast(peak - new_peak);
+    peak = new_peak;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) x[n] = exp2_fast(x[n] - peak);
+    sum = sum * shrink + ((x[0] + x[1]) + (x[2] + x[3]));
+    return shrink;
+  }
+};
+
+// A lane's scores of query g times `scale`, from the result of score_tile: of tokens 2t, 2t + 1, 2t + 8, 2t + 9, those
+// from `skipped` on and before `tokens`; -inf for the others.
+template <typename Rows>
+__device__ __forceinline__ void mask_scores(
+    float (&x)[4], const float (&low)[2][4], const float (&high)[2][4], float scale, int tokens, int skipped, int t) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int i = 2 * t + n % 2 + n / 2 * 8;
+    const bool attended = i < tokens && (!Rows::kSkipping || i >= skipped);
+    x[n] = attended ? (low[n / 2][n % 2] + high[n / 2][n % 2 + 2]) * scale : -INFINITY;
+  }
+}
+
+// What a block's warps exchange.
+template <int kDim>
+struct PagedShared {
+  float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
+  float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
+
+  // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with pairs as in Values.
+  template <typename Values>
+  __device__ __forceinline__ void
+  leave(const PagedPeak& of_query, const float (&acc)[kDim / 16][4], int warp, int g, int t) {
+    const float sum = quad_sum(of_query.sum);
+    if (t == 0) peaks[warp][g] = of_query.peak, sums[warp][g] = sum;
+#pragma unroll
+    for (int j = 0; j < kDim / 16; ++j) {
+      accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
+      accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
+    }
+  }
+};
+
+// Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
+template <typename Rows, int kDim>
+__device__ __forceinline__ void join_paged_warps(
+    const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t sequence, int head,
+    int64_t first_row, int queries, int split) {
+  for (int i = threadIdx.x; i < queries * (kDim / 2); i += kPagedWarps * 32) {
+    const int query = i / (kDim / 2), pair = i % (kDim / 2);
+    float top = -INFINITY, total = 0.0f;
+    float2 y = {};
+#pragma unroll
+    for (int w = 0; w < kPagedWarps; ++w) top = fmaxf(top, shared.peaks[w][query]);
+#pragma unroll
+    for (int w = 0; w < kPagedWarps; ++w) {
+      // Without tokens a sum is 0, otherwise at least 1, or NaN, which must propagate.
+      const float weight = shared.sums[w][query] == 0.0f ? 0.0f : exp2_fast(shared.peaks[w][query] - top);
+      total += weight * shared.sums[w][query];
+      y.x += weight * shared.accs[w][query][pair].x, y.y += weight * shared.accs[w][query][pair].y;
+    }
+    const float share = total == 0.0f ? 0.0f : in.rows.value_scale(sequence, head) / total;
+    const float log_sum = top + log2f(total);
+    const int64_t row = first_row + query;
+    if (in.splits == 1) {
+      reinterpret_cast<uint32_t*>(to.out)[row * (kDim / 2) + pair] = pack_bf16(y.x * share, y.y * share);
+      if (pair == 0) to.lse[row] = log_sum * kLn2;
+    } else {
+      const int64_t partial = row * in.splits + split;
+      reinterpret_cast<float2*>(to.partial_out)[partial * (kDim / 2) + pair] = {y.x * share, y.y * share};
+      if (pair == 0) to.partial_lse[partial] = log_sum;
+    }
+  }
+}
+
+// Grid: splits * query blocks, heads, batch. Query blocks of a split are neighbours, so that the others find in the L2
+// cache what the first one reads.
+//
+// kAhead: the next tile's keys are in flight while this tile's values are used, and its values while the next keys are
+// used. That takes registers for both at once, so heads of 256 do without, and load their values in two spans.
+template <typename Rows, int kDim, int kBlocks, bool kAhead>
+__global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
+    paged_attention_kernel(const PagedInputs<Rows> in, const PagedOutputs to) {
+  using Keys = PagedKeys<Rows, kDim>;
+  using Values = PagedValues<Rows, kDim, kAhead ? kDim : kDim / 2>;
+  constexpr int kPairs = kDim / 16;
+  let_next_launch_begin(); // the merge, which waits for the results
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
+  const int split = blockIdx.x / query_blocks, head = blockIdx.y;
+  const int64_t sequence = blockIdx.z;
+  const int first_query = blockIdx.x % query_blocks * kPagedQueries;
+  const int queries = min(kPagedQueries, in.group - first_query);
+  const int64_t first_row = (sequence * in.heads + head) * in.group + first_query;
+
+  // A split takes every splits-th page: all splits of a sequence have equal length, however little of its row is used.
+  PagedTiles<Rows> tiles = {
+      in.rows.tokens(sequence), in.pages + sequence * in.pages_row, split, in.splits, in.entries, warp * kPagedTile};
+  tiles.advance();
+
+  uint32_t q[Keys::kUnits][4];
+  load_paged_queries<Rows, kDim>(q, in.q + first_row * kDim, queries, g, t);
+  const int64_t offset = (int64_t(head) * kPage + warp * kPagedTile) * kDim;
+  const auto *const k = in.k + offset, *const v = in.v + offset;
+  // Scores are in units of log 2.
+  const float scale = kLog2E * rsqrtf(float(kDim)) * in.rows.key_scale(sequence, head);
+  PagedPeak of_query;
+  float acc[kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
+
+  Keys keys;
+  Values values;
+  if (tiles.tokens > 0) {
+    keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
+    if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
+  }
+  while (tiles.tokens > 0) {
+    float low[2][4] = {}, high[2][4] = {};
+    score_tile(keys, q, low, high);
+    const int tokens = tiles.tokens, skipped = tiles.skipped;
+    const auto* value_tile = v + tiles.value_page * in.v_page;
+    tiles.advance();
+    if constexpr (kAhead)
+      if (tiles.tokens > 0) keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
+
+    float x[4];
+    mask_scores<Rows>(x, low, high, scale, tokens, skipped, t);
+    const float shrink = of_query.weigh(x);
+    const float shrink0 = __shfl_sync(~0u, shrink, 8 * t), shrink1 = __shfl_sync(~0u, shrink, 8 * t + 4);
+    const uint32_t weights[2] = {Rows::pack(x[0], x[1]), Rows::pack(x[2], x[3])};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int pair = j % Values::kPairs;
+      if constexpr (!kAhead)
+        if (pair == 0) values.load(value_tile + Values::dim(j, 0), tokens, skipped, g, t);
+      acc[j][0] *= shrink0, acc[j][1] *= shrink1, acc[j][2] *= shrink0, acc[j][3] *= shrink1;
+      uint32_t value[4];
+      values.fragment(pair, value);
+      Rows::multiply(acc[j], value, weights);
+    }
+    if (tiles.tokens > 0) {
+      if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
+      else keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
+    }
+  }
+
+  __shared__ PagedShared<kDim> shared;
+  shared.template leave<Values>(of_query, acc, warp, g, t);
+  __syncthreads();
+  join_paged_warps(shared, in, to, sequence, head, first_row, queries, split);
+}
+
+} // namespace shadowkv

@@ -1,0 +1,119 @@
+// How the rows of paged_attention.cuh are stored, and which tokens of a page are attended to.
+//
+// A kind of rows has the types of its elements and of eight of them as loaded by a lane, `widen`, which converts them
+// to 16-bit numbers for `multiply`, and `Tokens`, a sequence's tokens: a warp's lane keeps a number for each of its
+// tiles, which determines `end` and `begin`.
+#pragma once
+
+#include "constants.h"
+#include "kernels/common/memory.cuh"
+#include "kernels/common/mma.cuh"
+
+namespace shadowkv {
+
+constexpr int kPagedTile = 16; // tokens that a warp processes at a time
+
+// Plain bfloat16, in pages that hold any number of tokens from their start on.
+struct BfloatRows {
+  using Element = __nv_bfloat16;
+  using Unit = uint4;
+  static constexpr bool kSkipping = false;      // whether tokens before the first one are skipped
+  static constexpr bool kOwnValuePages = false; // whether values have a separate page table
+  // Blocks that a multiprocessor holds for heads of 64, 96, 128 and 256 dimensions, and whether tiles of the last are
+  // loaded ahead.
+  static constexpr int kBlocks[] = {5, 4, 3, 2};
+  static constexpr bool kWidestAhead = false;
+
+  const int64_t* counts; // [batch, entries]
+  int64_t counts_row;
+
+  // The number kept for a tile is its count of tokens; tokens past 16 are not its own.
+  struct Tokens {
+    static constexpr int kNone = 0;
+    const int64_t* counts;
+    __device__ __forceinline__ int tile(int entry, int first) const { return int(counts[entry]) - first; }
+    __device__ __forceinline__ bool any(int kept) const { return kept > 0; }
+    __device__ __forceinline__ int end(int kept) const { return kept; }
+    __device__ __forceinline__ int begin(int) const { return 0; }
+  };
+  __device__ __forceinline__ Tokens tokens(int64_t sequence) const { return {counts + sequence * counts_row}; }
+  __device__ __forceinline__ float key_scale(int64_t, int) const { return 1.0f; }
+  __device__ __forceinline__ float value_scale(int64_t, int) const { return 1.0f; }
+
+  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line16(p); }
+  static __device__ __forceinline__ uint4 widen(Unit x) { return x; }
+  static __device__ __forceinline__ uint32_t query(uint32_t pair) { return pair; }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_bf16(low, high); }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    mma_bf16(c, a, b);
+  }
+};
+
+// Two e4m3 numbers in the lower half of x as float16, exactly. Older GPUs, which have no instruction for it, read NaN
+// as 480.
+__device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t x) {
+  uint32_t y;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(uint16_t(x)));
+#else
+  // In the upper bytes of two halves, exponents are one bit too high, and their bias is smaller by 8.
+  const uint32_t wide = __byte_perm(x, 0, 0x1404);
+  y = select_bits<0x80008000>(wide, wide >> 1 & 0x3f803f80);
+  const __half2 scaled = __hmul2(half2_of(y), __float2half2_rn(256.0f));
+  y = *reinterpret_cast<const uint32_t*>(&scaled);
+#endif
+  return y;
+}
+
+// 8-bit floats (e4m3), in units of a scale per kv head from a row's state; a row's tokens may start anywhere.
+struct Fp8Rows {
+  using Element = uint8_t;
+  using Unit = uint2;
+  static constexpr bool kSkipping = true;
+  static constexpr bool kOwnValuePages = true;
+  static constexpr int kBlocks[] = {5, 5, 4, 2};
+  static constexpr bool kWidestAhead = true;
+
+  const int64_t* value_pages; // [batch, entries]
+  int64_t value_pages_row;
+  const int64_t *from, *to;         // [batch]: tokens of a row
+  const float *k_scale, *v_scale;   // [states, heads]
+  const int64_t *k_state, *v_state; // [batch]
+  int64_t k_scale_row, v_scale_row;
+
+  // The number kept for a tile is its first token.
+  struct Tokens {
+    static constexpr int kNone = 1 << 30;
+    const int64_t* value_pages;
+    int from, to;
+    __device__ __forceinline__ int tile(int entry, int first) const { return entry * kPage + first; }
+    __device__ __forceinline__ bool any(int kept) const { return kept < to && kept + kPagedTile > from; }
+    __device__ __forceinline__ int end(int kept) const { return to - kept; }
+    __device__ __forceinline__ int begin(int kept) const { return from - kept; }
+  };
+  __device__ __forceinline__ Tokens tokens(int64_t sequence) const {
+    const int first = int(from[sequence]), last = int(to[sequence]);
+    return {value_pages + sequence * value_pages_row, first, first < last ? last : 0};
+  }
+  __device__ __forceinline__ float key_scale(int64_t sequence, int head) const {
+    return k_scale[k_state[sequence] * k_scale_row + head];
+  }
+  __device__ __forceinline__ float value_scale(int64_t sequence, int head) const {
+    return v_scale[v_state[sequence] * v_scale_row + head];
+  }
+
+  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line8(p); }
+  static __device__ __forceinline__ uint4 widen(Unit x) {
+    return {half2_of_e4m3(x.x), half2_of_e4m3(x.x >> 16), half2_of_e4m3(x.y), half2_of_e4m3(x.y >> 16)};
+  }
+  // Two bfloat16 numbers of a query as float16, exact from 6e-5 to 65504.
+  static __device__ __forceinline__ uint32_t query(uint32_t pair) {
+    return pack(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_f16(low, high); }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    mma_f16(c, a, b);
+  }
+};
+
+} // namespace shadowkv

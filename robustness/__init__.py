@@ -1,0 +1,1 @@
+"""What a server has to survive: fuzzed bodies and files, mixed and hostile load, kills."""

@@ -1,0 +1,230 @@
+"""The fuzzer's judge: which bodies are nonsense, and which answers are not well-formed.
+
+Written from the API's documents (OpenAI's, vLLM's for its extra parameters, docs/design/server.md for limits), not from
+the server's code. It is lenient where they leave room: it need not find all nonsense, but what it finds must not be
+answered with 200.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import httpx
+
+from robustness.judge_rules import Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+
+ENDS = (["stop"], ["length"], ["tool_calls"])
+"""Finish reasons of a choice, in all of its chunks."""
+
+MESSAGES = "/v1/messages"
+CONVERSATIONS = ("/v1/responses", MESSAGES)
+"""Routes of APIs other than that of chats."""
+
+STOPS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
+"""Reasons for which a message ends."""
+
+PAGE = 64
+"""Tokens that are saved together."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Knows what is served: the model's name, its longest sequence and its number of tokens; each byte is a token."""
+
+    model: str
+    limit: int
+    vocab: int
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """By route, what a body has to be, parameter by parameter."""
+        return route_rules(self.model, self.vocab)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def nonsense(self, path: str, content_type: str | None, raw: bytes) -> str | None:
+        """Why this request must not be answered with 200, if that is so."""
+        kind = (content_type or "").split(";")[0].strip().lower()
+        if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+            return "the content type is not JSON"
+        try:
+            body = loads(raw)
+        except (ValueError, RecursionError):
+            return "the body is not JSON"
+        if not self.rules[path](body):
+            return "a parameter's type or range"
+        body = dict(given(body))
+        if path == "/tokenize" and ("prompt" in body) == bool(body.get("messages")):
+            return "neither or both of prompt and messages"
+        if path == "/tokenize" and "prompt" in body and "parse_special" in body:
+            return "parse_special for a prompt"
+        if path == "/cache/save":
+            return self._unsavable(body)
+        return self._contradiction(body, "messages" in body) if path.endswith("completions") else None
+
+    def _unsavable(self, body: dict[str, Any]) -> str | None:
+        """Contradictions in a prompt to be saved: it needs a page, and a token after that."""
+        if ("prompt" in body) == ("messages" in body):
+            return "neither or both of prompt and messages"
+        if body.get("parse_special") and "prompt" in body:
+            return "parse_special for a prompt"
+        longest = max(map(self._length, prompts(body)))
+        if "prompt" in body and longest < PAGE:
+            return "nothing that can be shared"
+        return "longer than the context" if longest + 1 > self.limit else None
+
+    def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
+        """Contradictions in a request for text."""
+        limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
+        least = 0 if body.get("echo") and not chat else 1
+        asked = min(limits, default=1)
+        constrained = body.get("response_format", {}).get("type") in ("json_object", "json_schema")
+        choice = body.get("tool_choice", "auto") if chat else "none"
+        forced = choice not in ("none", "auto")
+        wrong = {
+            "best_of is not n": body.get("best_of", body.get("n", 1)) != body.get("n", 1),
+            "stream_options without stream": "stream_options" in body and not body.get("stream"),
+            "two limits that differ": len(set(limits)) > 1,
+            "nothing to generate": asked < least,
+            "min_tokens above max_tokens": bool(limits) and body.get("min_tokens", 0) > asked,
+            "JSON of a given length": constrained and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
+            "calls of no tools": forced and not body.get("tools"),
+            "calls of a given length": forced and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
+            "calls or JSON": bool(body.get("tools")) and choice != "none" and constrained,
+            "top_logprobs without logprobs": chat and "top_logprobs" in body and not body.get("logprobs"),
+            "longer than the context": max(map(self._length, prompts(body))) + asked > self.limit,
+            "empty": not chat and min(map(self._length, prompts(body))) == 0,
+        }
+        return next((reason for reason, is_so in wrong.items() if is_so), None)
+
+    @staticmethod
+    def _length(prompt: str | list[int]) -> int:
+        """Tokens of a prompt; for a chat a lower bound: its template adds some."""
+        return len(prompt) if isinstance(prompt, list) else len(prompt.encode())
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def malformed(self, path: str, raw: bytes, response: httpx.Response) -> str | None:
+        """What is wrong with a response's form, if anything is."""
+        try:
+            if path.startswith(CONVERSATIONS):
+                return ill_formed(path, loads(raw) if response.status_code == 200 else {}, response)
+            if response.status_code == 200:
+                return self._answer(path, loads(raw), response)
+            error = loads(response.content)["error"]
+            if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+                return "an error of another shape"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
+        if response.status_code >= 500:
+            full = response.status_code == 503 and error["code"] == "queue_full" and "retry-after" in response.headers
+            return None if full else f"{response.status_code}: {error['message']}"
+        return None if error["type"] == "invalid_request_error" else "an error of another type"
+
+    def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
+        if path == "/detokenize":
+            return None if text(loads(response.content)["prompt"]) else "no text"
+        if path.startswith("/cache/"):
+            found = loads(response.content)
+            fine = {*found} == {"name", "tokens", "bytes", "seconds"} and found["tokens"] % PAGE == 0 < found["tokens"]
+            return None if fine and found["name"] == body["name"] else "not what was saved"
+        if path == "/tokenize":
+            found = loads(response.content)
+            fine = found["count"] == len(found["tokens"]) and some(integer(0, self.vocab - 1))(found["tokens"])
+            return None if fine else "no tokens"
+        events = stream_events(response.text) if body.get("stream") else [loads(response.content)]
+        failed = next((event["error"] for event in events if "error" in event), None)
+        if failed is not None:
+            return None if failed["code"] == "queue_full" else f"a stream that failed: {failed['message']}"
+        said, ends, steps = defaultdict[int, str](str), defaultdict[int, list[str]](list), defaultdict[int, int](int)
+        for choice in (choice for event in events for choice in event["choices"]):
+            part = choice.get("delta") or choice.get("message") or {}
+            said[choice["index"]] += choice.get("text") or part.get("content") or ""
+            ends[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            scores = choice["logprobs"] or {}
+            steps[choice["index"]] += len(scores.get("tokens") or scores.get("content") or ())
+        count = (body.get("n") or 1) * (1 if path.endswith("chat/completions") else len(prompts(body)))
+        if sorted(said) != list(range(count)) or not all(end in ENDS for end in ends.values()):
+            return f"choices {sorted(said)} that end with {list(ends.values())}"
+        if body.get("logprobs") not in (None, False) and min(steps.values()) == 0 and body.get("max_tokens") != 0:
+            return "no log-probabilities"
+        usage = [event["usage"] for event in events if event.get("usage")]
+        if any(counts["prompt_tokens"] + counts["completion_tokens"] != counts["total_tokens"] for counts in usage):
+            return "a usage that does not add up"
+        form = (body.get("response_format") or {}).get("type")
+        if form in ("json_object", "json_schema") and not (body.get("stop") or body.get("stop_token_ids")):
+            for index, end in ends.items():
+                if end == ["stop"] and not body.get("echo"):
+                    loads(said[index].encode())  # raises if it cannot be read
+        return None
+
+
+def prompts(body: dict[str, Any]) -> list[Any]:
+    """Every prompt of a valid body; of a chat, all of its text."""
+    if "messages" in body:
+        contents = [message.get("content") or "" for message in body["messages"]]
+        return ["".join(c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents)]
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) and not all(map(integer(), prompt)) else [prompt]
+
+
+def stream_events(content: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in content.split("\n\n") if line and not line.startswith(":")]
+    if lines.pop() != "[DONE]":
+        raise ValueError("the stream ended without [DONE]")
+    return [loads(line.encode()) for line in lines]
+
+
+# -- answers of responses and messages ---------------------------------------------------------------------------------
+
+
+def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str | None:
+    """What is wrong with the form of an answer of these routes, if anything; may raise ValueError or KeyError, too."""
+    if response.status_code != 200:
+        return _error(path, response)
+    if path.endswith("/count_tokens"):
+        return None if integer(1)(response.json()["input_tokens"]) else "no count"
+    if not body.get("stream"):
+        return _whole(path, response.json())
+    events = _events(response.text)
+    if path == MESSAGES:
+        if events[-1]["type"] == "error":
+            return None if events[-1]["error"]["type"] == "overloaded_error" else f"a stream that failed: {events[-1]}"
+        fine = events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+        return None if fine and events[-2]["delta"]["stop_reason"] in STOPS else "a stream without its ends"
+    if [event["sequence_number"] for event in events] != [*range(len(events))]:
+        return "events that are not counted"
+    return (
+        _whole(path, events[-1]["response"])
+        if events[0]["type"] == "response.created"
+        else "a stream without its start"
+    )
+
+
+def _whole(path: str, answer: dict[str, Any]) -> str | None:
+    if path == MESSAGES:
+        return None if answer["type"] == "message" and answer["stop_reason"] in STOPS else "no message"
+    fine = answer["object"] == "response" and answer["status"] in ("completed", "incomplete") and answer["output"]
+    usage = answer["usage"]
+    return None if fine and usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"] else "no response"
+
+
+def _error(path: str, response: httpx.Response) -> str | None:
+    error = response.json()["error"]
+    names = {"type", "message"} if path.startswith(MESSAGES) else {"type", "message", "param", "code"}
+    if set(error) != names or not error["message"]:
+        return "an error of another shape"
+    full = response.status_code == 503 and "retry-after" in response.headers
+    return f"{response.status_code}: {error['message']}" if response.status_code >= 500 and not full else None
+
+
+def _events(content: str) -> list[Any]:
+    parts = [event.split("\n") for event in content.split("\n\n") if event and not event.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+    if [name.removeprefix("event: ") for name, _ in parts] != [event["type"] for event in events]:
+        raise ValueError("events with other names than their types")
+    return [event for event in events if event["type"] != "ping"]

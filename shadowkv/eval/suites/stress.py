@@ -1,0 +1,137 @@
+"""Where sparse attention fails first: answers that need many places of the context, or a long one word by word.
+
+``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, ``long_copy`` for a marked span
+verbatim. An answer touches far more tokens than one step may select, so a selection has to move with it: retrieving
+one needle does not show that (cf. SCBench, arXiv:2412.10319). All text is made up; no data is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+NEEDLES = 64
+ROWS = 16  # rows asked for
+LINES, WORDS_PER_LINE = 24, 10  # in the span to copy
+ANSWER_MARGIN = 1.25  # new tokens over those of a perfect answer
+
+
+def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Sample]:
+    """``count`` samples of a kind, scored by the share of needles, rows or lines that the answer reproduces exactly.
+
+    Args:
+        kind: one of ``KINDS``.
+        length: tokens of prompt and answer together, at most.
+        seed: the same samples in every process; a larger ``count`` only adds samples.
+
+    Raises ValueError for an unknown kind and a length that is too short for it.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no stress test {kind!r}; there are {', '.join(KINDS)}")
+    build, least = KINDS[kind]
+    example = build(least, random.Random(f"{kind}/{seed}/0"))
+    max_new_tokens = int(ANSWER_MARGIN * len(tokenizer.encode("\n".join(answer_lines(kind, example)))))
+    fitter, drawn = PromptFitter(tokenizer, length, max_new_tokens), []
+    for index in range(count):
+        try:
+            prompt, question = fitter.fill(_seeded(build, f"{kind}/{seed}/{index}"), least)
+        except TooShortError as error:
+            raise TooShortError(f"{kind} at length {length}: {error}") from error
+        drawn.append(
+            Sample(
+                kind, f"{seed}-{index}", (prompt,), (question.references,), max_new_tokens, "string_match_all", length
+            )
+        )
+    return drawn
+
+
+def needles(units: int, rng: random.Random) -> Question:
+    """Codes of names, one per line; the prompt asks for ``NEEDLES`` of them."""
+    names = _distinct(units, rng)
+    codes = [str(rng.randint(10**6, 10**7 - 1)) for _ in names]
+    asked = rng.sample(range(units), NEEDLES)
+    context = "\n".join(f"The code of {name} is {code}." for name, code in zip(names, codes))
+    return Question(
+        f"Every line of the following text gives the code of a name. Memorize them.\n{context}\n"
+        f'Write the codes of these {NEEDLES} names in this order, one a line, as "name: code": '
+        f"{', '.join(names[i] for i in asked)}.",
+        "\nCodes:\n",
+        tuple(codes[i] for i in asked),
+    )
+
+
+def table_to_json(units: int, rng: random.Random) -> Question:
+    """A table of ``units`` rows; the prompt asks for ``ROWS`` of them as JSON objects."""
+    columns = ("id", "name", "city", "amount")
+    names = iter(_distinct(2 * units + 2, rng))
+    numbers = rng.sample(range(10000, 100000), units + 1)
+    rows = [(number, next(names), next(names), rng.randint(100, 9999)) for number in numbers]
+    shown, table = rows[-1], rows[:-1]
+    asked = rng.sample(table, ROWS)
+    context = "\n".join(" | ".join(map(str, row)) for row in [columns, *table])
+    return Question(
+        f"Read the following table.\n{context}\n"
+        "Write rows of the table as JSON, one object a line. "
+        f'The row "{" | ".join(map(str, shown))}" would be {json.dumps(dict(zip(columns, shown)))}\n'
+        f"Write the rows with these ids in this order: {', '.join(str(row[0]) for row in asked)}.",
+        "\nRows:\n",
+        tuple(json.dumps(dict(zip(columns, row))) for row in asked),
+    )
+
+
+def long_copy(units: int, rng: random.Random) -> Question:
+    """``units`` lines of made-up words; a marked run of ``LINES`` of them is to be copied."""
+    vocabulary = _distinct(4 * WORDS_PER_LINE, rng)
+    lines = list(_lines(units, vocabulary, rng))
+    first = rng.randrange(units - LINES + 1)
+    span = lines[first : first + LINES]
+    context = "\n".join([*lines[:first], "<copy>", *span, "</copy>", *lines[first + LINES :]])
+    return Question(
+        f"A part of the following text is marked with <copy> and </copy>.\n{context}\n"
+        "Copy the marked part of the text, word by word and line by line.",
+        "\n<copy>\n",
+        tuple(span),
+    )
+
+
+# Units (names, rows, lines) that a question needs.
+KINDS: dict[str, tuple[Callable[[int, random.Random], Question], int]] = {
+    "needles_64": (needles, NEEDLES),
+    "table_to_json": (table_to_json, ROWS),
+    "long_copy": (long_copy, LINES),
+}
+
+
+def answer_lines(kind: str, question: Question) -> list[str]:
+    """A perfect answer."""
+    if kind != "needles_64":
+        return list(question.references)
+    names = question.text.rsplit(": ", 1)[1].removesuffix(".").split(", ")
+    return [f"{name}: {code}" for name, code in zip(names, question.references)]
+
+
+def _seeded(build: Callable[[int, random.Random], Question], seed: str) -> Callable[[int], Question]:
+    return lambda units: build(units, random.Random(seed))
+
+
+def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[str]:
+    """Distinct lines over a few words: what follows a word does not reveal where in the text it is."""
+    seen: set[str] = set()
+    while len(seen) < count:
+        line = " ".join(rng.choices(vocabulary, k=WORDS_PER_LINE))
+        if line not in seen:
+            seen.add(line)
+            yield line
+
+
+def _distinct(count: int, rng: random.Random) -> list[str]:
+    """Distinct words of four syllables."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(4))] = None
+    return list(words)

@@ -1,0 +1,1 @@
+"""Checkpoints: their files, read within limits, weights in safetensors, quantised or not, and LoRA adapters."""

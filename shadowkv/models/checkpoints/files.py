@@ -1,0 +1,103 @@
+"""Reading a model's files, which may be corrupt or malicious: sizes are limited, refusals are one line with a name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 1 << 26
+"""Real models' largest files, tokenizer.json with 262,144 tokens and their merges, have 33 MB."""
+
+AGAIN = "fetch it again, or use another copy of the model"
+OTHER_MODEL = "correct it, or use another model"
+MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
+
+
+class ModelFileError(ValueError):
+    """A model's file that cannot be used; the message is one line.
+
+    Args:
+        file: the file.
+        reason: what is wrong; it may quote the file.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, file: Path, reason: str, remedy: str = AGAIN) -> None:
+        super().__init__(f"{file}: {_one_line(reason)}; {remedy}")
+
+
+def _one_line(text: str) -> str:
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:MAX_REASON_CHARACTERS]}…"
+
+
+def in_words(reasons: Sequence[str]) -> str:
+    """Reasons in one line, shortened to the first ones if there are many."""
+    more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
+    return "; ".join([*reasons[:MAX_REASONS], *more])
+
+
+@contextmanager
+def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
+    """Turns ValueErrors about a file's content into ModelFileErrors, which name the file."""
+    try:
+        yield
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        raise ModelFileError(file, str(error), remedy) from error
+
+
+def is_there(file: Path) -> bool:
+    """Whether a folder has an entry of that name, even a broken link: reading that reports the problem."""
+    return os.path.lexists(file)
+
+
+def check_regular(file: Path) -> None:
+    """Raises ModelFileError for directories, broken links, and files that would never end when read."""
+    if file.is_file():
+        return
+    if file.is_dir():
+        raise ModelFileError(file, "this is a directory, not a file")
+    if file.is_symlink():
+        raise ModelFileError(file, f"this link leads to no file: {os.readlink(file)}")
+    raise ModelFileError(file, "this is not a regular file")
+
+
+def read_text(file: Path) -> str:
+    """Content of a UTF-8 file of at most ``MAX_JSON_BYTES``; raises ModelFileError, or OSError if it cannot be read."""
+    check_regular(file)
+    with file.open("rb") as opened:
+        raw = opened.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise ModelFileError(file, f"it has more than {MAX_JSON_BYTES >> 20} MiB, which no such file has")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFileError(file, f"byte {error.start} is not UTF-8") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises as ``read_text`` does, and for invalid JSON with the line."""
+    text = read_text(file)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelFileError(file, f"line {error.lineno} column {error.colno} is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise ModelFileError(file, "it is nested too deeply") from error
+    except ValueError as error:
+        raise ModelFileError(file, "a number has too many digits") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(file, f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def is_number(value: Any, above: float = -math.inf, most: float = 1e300) -> bool:
+    """Whether it is a number in that range, and not NaN; integers may have any number of digits."""
+    return type(value) in (int, float) and above < value <= most

@@ -1,0 +1,206 @@
+"""A Hugging Face config.json: whether its fields have plausible values, and what all families read from it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shadowkv.kvcache.policy.shape import FULL, LayerKind
+from shadowkv.models.checkpoints.files import in_words, is_number
+from shadowkv.models.configs.model_config import MAX_POSITIONS, ModelConfig
+from shadowkv.models.configs.rope import rope_from_hf
+from shadowkv.ops.apply_rope.tables import RopeConfig
+
+MAX_TOKENS = 1 << 24
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_LARGEST = {
+    "vocab_size": MAX_TOKENS,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": MAX_POSITIONS,
+    "original_max_position_embeddings": MAX_POSITIONS,
+}
+"""Limits of integers from 1 on; no model comes near, and products of numbers within them fit in 63 bits."""
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
+"""What ``layer_types`` has for every layer."""
+
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+"""The objects that describe RoPE: the old name and transformers 5's, which is read first."""
+
+FIELDS = tuple(
+    dict.fromkeys(
+        (
+            *_REQUIRED,
+            *_LARGEST,
+            *("hidden_act", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
+            *("rope_theta", "partial_rotary_factor", *ROPE_OBJECTS),
+        )
+    )
+)
+"""What every family reads; modules of families name what they read besides."""
+
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_NOT_NEGATIVE = ("mscale", "mscale_all_dim")
+_DIVISORS = ("short_factor", "long_factor")
+
+
+def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
+    """A reason for every field that is missing or invalid.
+
+    Args:
+        hf: content of a config.json, or another format's in that form.
+        names: names of the fields in the file, where they differ from ``hf``.
+    """
+    names = names or {}
+    reasons = [f"{names.get(name, name)} is missing" for name in _REQUIRED if hf.get(name) is None]
+
+    def check(fields: Mapping[str, Any], name: str, fine: Callable[[Any], bool], expected: str) -> None:
+        value = fields.get(name)
+        if value is not None and not fine(value):
+            reasons.append(f"{names.get(name, name)}={_short(value)} is not {expected}")
+
+    def whole(least: int, most: int) -> Callable[[Any], bool]:
+        return lambda value: type(value) is int and least <= value <= most
+
+    for name, most in _LARGEST.items():
+        check(hf, name, whole(1, most), f"a whole number from 1 to {most}")
+    check(hf, "sliding_window", whole(0, MAX_POSITIONS), f"a whole number from 0 to {MAX_POSITIONS}")
+    for name in _SWITCHES:
+        check(hf, name, lambda value: type(value) is bool, "true or false")
+    check(hf, "rms_norm_eps", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
+    for name in ("eos_token_id", "bos_token_id"):
+        check(hf, name, are_token_ids, "a token id or a list of them")
+    for name in ROPE_OBJECTS:
+        check(hf, name, lambda value: isinstance(value, dict), "an object")
+    scalings = [hf[name] for name in ROPE_OBJECTS if isinstance(hf.get(name), dict)]
+    for fields in (hf, *scalings):
+        check(fields, "rope_theta", lambda value: is_number(value, 1), "a number above 1")
+        check(fields, "partial_rotary_factor", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
+    for fields in scalings:
+        for name in ("rope_type", "type"):
+            check(fields, name, lambda value: isinstance(value, str), "a text")
+        check(fields, "factor", lambda value: is_number(value) and value >= 1, "a number from 1 on")
+        for name in _POSITIVE:
+            check(fields, name, lambda value: is_number(value, 0), "a positive number")
+        for name in _NOT_NEGATIVE:
+            check(fields, name, lambda value: is_number(value) and value >= 0, "a number from 0 on")
+        for name in _DIVISORS:
+            check(fields, name, _are_divisors, "a list of positive numbers")
+        name = "original_max_position_embeddings"
+        check(fields, name, whole(1, MAX_POSITIONS), f"a whole number from 1 to {MAX_POSITIONS}")
+        check(fields, "truncate", lambda value: type(value) is bool, "true or false")
+    return reasons
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether it is a token id or a list of token ids."""
+    return all(type(token) is int for token in (value if isinstance(value, list) else [value]))
+
+
+def _are_divisors(value: Any) -> bool:
+    return isinstance(value, list) and all(is_number(divisor, 0) for divisor in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "…"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def build_config(
+    hf: dict[str, Any],
+    *,
+    max_model_len: int | None,
+    default_theta: float = 10000.0,
+    default_partial: float = 1.0,
+    interleaved: bool = False,
+    sliding_window: int | None = None,
+    layer_types: Any = None,
+    **switches: bool,
+) -> ModelConfig:
+    """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+
+    ``layer_types`` says which layers have the window; where none has, it limits how long a sequence may be.
+
+    Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
+    """
+    reasons = wrong_fields(hf)
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
+    if hf.get("mlp_bias"):
+        reasons.append("mlp_bias is not supported")
+    if reasons:
+        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    kinds = _kinds(layer_types, hf["num_hidden_layers"], sliding_window)
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    rope = rope_from_hf(
+        hf,
+        head_dim,
+        max_model_len=max_model_len,
+        default_theta=default_theta,
+        default_partial=default_partial,
+        interleaved=interleaved,
+    )
+    return ModelConfig(
+        architecture=hf["model_type"],
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_query_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(hf["rms_norm_eps"]),
+        max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
+        rope=rope,
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        layer_kinds=kinds,
+        sliding_window=None if kinds else sliding_window,
+        quantization=None,  # set by the loader
+        eos_token_ids=_token_ids(hf.get("eos_token_id")),
+        bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
+        **switches,
+    )
+
+
+def _kinds(types: Any, count: int, window: int | None) -> tuple[LayerKind, ...]:
+    """The kind of each of ``count`` layers; none where there is no window, or all layers are alike. Raises
+    ValueError."""
+    if types is None or not window:
+        return ()
+    if not isinstance(types, list) or len(types) != count or not all(kind in LAYER_TYPES for kind in types):
+        names = " or ".join(LAYER_TYPES)
+        raise ValueError(f"this config cannot be used: layer_types is not a list of {names} for each of {count} layers")
+    return tuple(LayerKind(window) if kind == SLIDING else FULL for kind in types) if SLIDING in types else ()
+
+
+def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:
+    if rope.scaling == "yarn":
+        # Some configs give the context before the extension, others the one after it.
+        return max(stated, int(rope.factor * rope.original_max_position))
+    if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
+        # The short factors are in use: they are wrong for longer sequences.
+        return min(stated, rope.original_max_position)
+    return stated
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

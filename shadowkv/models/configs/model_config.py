@@ -1,0 +1,146 @@
+"""ModelConfig: everything about a model that its weights do not say, in the same form for every source and family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
+from shadowkv.models.checkpoints.files import in_words
+from shadowkv.ops.apply_rope.tables import RopeConfig
+from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
+from shadowkv.wording import SettingsError, counted
+
+MAX_POSITIONS = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model.
+
+    Attributes:
+        architecture: family, the ``model_type`` of Hugging Face configs.
+        max_position: longest sequence, in tokens, that the model supports.
+        layer_kinds: the kind of every layer; empty where all of them see everything.
+        sliding_window: tokens that a query sees where the model was trained with a window and does not say in which
+            layers, else None. Sequences up to the window are exact, so ``max_position`` never exceeds it.
+        qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
+        quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
+        eos_token_ids: tokens that each end a generation.
+        bos_token_id: token that starts a sequence, where the model has one.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    layer_kinds: tuple[LayerKind, ...] = ()
+    sliding_window: int | None = None
+    quantization: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"{name}={getattr(self, name)} is not a positive number"
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_query_heads",
+                "num_kv_heads",
+                "head_dim",
+                "rms_norm_eps",
+                "max_position",
+            )
+            if not getattr(self, name) > 0
+        ]
+        if self.num_kv_heads > 0 and self.num_query_heads % self.num_kv_heads:
+            reasons.append(
+                f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.rope.head_dim != self.head_dim:
+            reasons.append(f"RoPE's head_dim={self.rope.head_dim} is not the model's {self.head_dim}")
+        if not 0 < self.rope.dim <= self.head_dim or self.rope.dim % 2:
+            reasons.append(f"{self.rope.dim} rotating dimensions are not an even part of head_dim={self.head_dim}")
+        if self.rope.theta <= 0:
+            reasons.append(f"rope theta={self.rope.theta} is not a positive number")
+        if self.rope.scaling not in ("none", "longrope") and self.rope.factor <= 0:
+            reasons.append(f"rope scaling factor={self.rope.factor} is not a positive number")
+        if self.rope.scaling in ("llama3", "yarn") and self.rope.original_max_position <= 0:
+            reasons.append(f"rope scaling {self.rope.scaling} needs original_max_position_embeddings")
+        if self.rope.scaling == "longrope" and len(self.rope.factors) != self.rope.dim // 2:
+            reasons.append(f"longrope has {len(self.rope.factors)} factors for {self.rope.dim // 2} frequencies")
+        if self.max_position > MAX_POSITIONS:
+            reasons.append(f"max_position={self.max_position} is more than {MAX_POSITIONS}")
+        if self.rope.scaling == "llama3" and not 0 < self.rope.low_freq_factor < self.rope.high_freq_factor:
+            low, high = self.rope.low_freq_factor, self.rope.high_freq_factor
+            reasons.append(f"low_freq_factor={low} is not between 0 and high_freq_factor={high}")
+        outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
+        if not reasons and not self.rope.is_finite:
+            reasons.append(f"its RoPE has frequencies that are not finite: {self.rope}")
+        if self.quantization not in (None, "fp8"):
+            reasons.append(f"quantization={self.quantization!r} is not fp8")
+        if self.quantization == "fp8":
+            widths = {
+                "hidden_size": self.hidden_size,
+                "intermediate_size": self.intermediate_size,
+                "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
+                "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
+            }
+            reasons += [
+                f"fp8 weights need sizes that are multiples of {MULTIPLE}, and {name} is {width}"
+                for name, width in widths.items()
+                if width % MULTIPLE
+            ]
+        if reasons:
+            raise ValueError(f"this {self.architecture} config cannot be used: {in_words(reasons)}")
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a cache has to know about the model."""
+        return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim, self.layer_kinds)
+
+    def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
+        """The config with its window as a limit.
+
+        ``another_base`` means that the weights were trained with another base of RoPE than their files say; how far
+        they reach is then for the user to say, by ``max_model_len``. Raises SettingsError where ``max_model_len`` is
+        more than the model supports.
+        """
+        config = self
+        if another_base and max_model_len is not None:
+            config = replace(config, max_position=max_model_len)
+        if config.sliding_window is not None and config.max_position > config.sliding_window:
+            if max_model_len is not None and max_model_len > config.sliding_window:
+                window = counted(config.sliding_window, "token")
+                raise SettingsError(
+                    f"max_model_len={max_model_len} is more than the sliding window of {window} "
+                    f"that this {config.architecture} model attends to; windows are not supported: use "
+                    f"max_model_len <= {config.sliding_window}",
+                    ["max_model_len"],
+                )
+            config = replace(config, max_position=config.sliding_window)
+        if max_model_len is not None and max_model_len > config.max_position:
+            positions = counted(config.max_position, "position")
+            raise SettingsError(
+                f"max_model_len={max_model_len} is more than the {positions} this "
+                f"{config.architecture} model is made for; what extends it is a rope_scaling in hf_overrides, or the "
+                "rope_theta that an adapter was trained with",
+                ["max_model_len", "hf_overrides"],
+            )
+        return config

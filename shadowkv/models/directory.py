@@ -1,0 +1,65 @@
+"""What the JSON files of a Hugging Face directory say: the config, how the weights are stored, and how to sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
+from shadowkv.models.checkpoints.fp8 import FP8Format
+from shadowkv.models.configs.config_json import are_token_ids
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.overrides import overridden_config
+from shadowkv.models.quantization import read_quantization
+
+GENERATION_CONFIG = "generation_config.json"
+
+NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+"""The parameters that are used from it, as in vLLM, and their types."""
+
+
+def read_sampling(directory: Path) -> dict[str, float]:
+    """Sampling parameters that a model's authors recommend, in its generation_config.json: none without that file.
+
+    Raises ModelFileError.
+    """
+    file = directory / GENERATION_CONFIG
+    if not is_there(file):
+        return {}
+    given = {name: value for name, value in read_json(file).items() if name in NUMBERS and value is not None}
+    for name, value in given.items():
+        if type(value) not in (int, NUMBERS[name]) or not abs(value) < 2**31:
+            raise ModelFileError(file, f"{name}={str(value)[:60]} is no number of its kind", "correct or remove it")
+    return given
+
+
+def config_from_directory(
+    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
+) -> tuple[ModelConfig, FP8Format | None]:
+    """From config.json, and how it says the weights are stored; generation_config.json adds its eos tokens.
+
+    Args:
+        path: the directory, or a config.json alone.
+
+    Raises FileNotFoundError without a config.json, ModelFileError where a file is wrong or the model cannot be run, and
+    SettingsError for overrides.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not is_there(file):
+        raise FileNotFoundError(f"{path} has no config.json")
+    hf = read_json(file)
+    kind = read_quantization(file, hf)
+    config = overridden_config(file, hf, max_model_len, hf_overrides)
+    if kind is not None:
+        with naming(file, OTHER_MODEL):
+            config = replace(config, quantization="fp8")
+    generation = file.with_name(GENERATION_CONFIG)
+    if path.is_dir() and is_there(generation):
+        eos = read_json(generation).get("eos_token_id")
+        stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
+            raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
+    return config, kind

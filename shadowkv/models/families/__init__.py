@@ -1,0 +1,1 @@
+"""Model families: what each reads from its config.json, and what it calls its weights."""

@@ -1,0 +1,76 @@
+"""The user's overrides of a model's config: entries by the names of a config.json, for every kind of file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words
+from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.configs.rope import unread_fields
+from shadowkv.models.families.registry import config_from_hf, family
+from shadowkv.wording import SettingsError
+
+_BASE = ("rope_theta", "partial_rotary_factor")
+"""What describes RoPE itself and not its scaling; it may stand in RoPE's object or beside it."""
+
+
+def overridden_config(
+    file: Path, hf: dict[str, Any], max_model_len: int | None, overrides: Mapping[str, Any] | None
+) -> ModelConfig:
+    """ModelConfig of ``hf``, which is what ``file`` says, with ``overrides`` in place of its own entries and the user's
+    limit applied.
+
+    Raises ModelFileError where it cannot be run, or with overrides SettingsError, as for a ``max_model_len`` that is
+    too long.
+    """
+    overrides = overrides or {}
+    try:
+        config = config_from_hf(_overridden(hf, overrides), max_model_len)
+    except ValueError as error:
+        if not overrides:
+            raise ModelFileError(file, str(error), OTHER_MODEL) from error
+        raise SettingsError(f"hf_overrides on {file}: {error}", ["hf_overrides"]) from error
+    return config.with_limits(max_model_len, overrides.get("rope_theta") is not None)
+
+
+def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its entries replaced; raises ValueError for entries that would not be read.
+
+    As in vLLM an object replaces the whole object. RoPE's has two names, and what is passed by one of them replaces
+    what the file has by either, but for the base and the share that rotates, which stay unless they are named.
+    """
+    _check(hf, overrides)
+    objects = {name: hf[name] for name in ROPE_OBJECTS if isinstance(hf.get(name), dict)}
+    result = {**hf, **overrides}
+    rope = next((name for name in ROPE_OBJECTS if name in overrides), None)
+    if rope is None:  # what is named beside an object would not be read where the object has it too
+        for name, entries in objects.items():
+            result[name] = {field: value for field, value in entries.items() if field not in overrides}
+        return result
+    base = {field: entries[field] for entries in objects.values() for field in _BASE if entries.get(field) is not None}
+    result |= {**base, **overrides, **dict.fromkeys(ROPE_OBJECTS), rope: overrides[rope]}
+    if isinstance(overrides[rope], dict) and "original_max_position_embeddings" in overrides[rope]:
+        result["original_max_position_embeddings"] = None  # it would be read before the object's
+    return result
+
+
+def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    architecture = str(hf.get("model_type"))
+    known = (*FIELDS, *family(architecture).FIELDS)
+    unknown = [str(name) for name in overrides if name not in known]
+    if unknown:
+        raise ValueError(f"{architecture} models read no {', '.join(unknown)}; they read {', '.join(known)}")
+    named = [name for name in ROPE_OBJECTS if name in overrides]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} are two names of one object; pass one of them")
+    reasons = []
+    for name in named:
+        if isinstance(overrides[name], dict):  # anything else is refused as a file's would be
+            reasons += unread_fields(overrides[name])
+            twice = [field for field in overrides[name] if field in overrides]
+            reasons += [f"{field} is there twice, in {name} and beside it" for field in twice]
+    if reasons:
+        raise ValueError(in_words(reasons))

@@ -1,0 +1,35 @@
+"""Qwen3 (dense): queries and keys are RMS-normalised per head, no bias (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shadowkv.models.configs.config_json import build_config
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
+
+FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "layer_types")
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+    """ModelConfig of a ``qwen3`` config; raises ValueError where it cannot be run."""
+    bias = bool(hf.get("attention_bias", False))
+    return build_config(
+        {"head_dim": 128, **hf},
+        max_model_len=max_model_len,
+        sliding_window=hf.get("sliding_window") if hf.get("use_sliding_window") else None,
+        layer_types=hf.get("layer_types"),
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        qk_norm=True,
+    )
+
+
+def targets(config: ModelConfig) -> Targets:
+    """Names in the files -> parameters."""
+    result = decoder_targets(config)
+    for layer in range(config.num_layers):
+        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+            module = f"layers.{layer}.attention.{ours}"
+            result |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, config.head_dim)
+    return result

@@ -1,0 +1,50 @@
+"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported on request."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.weight_names import Targets
+
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "glm": "glm",
+    "glm4": "glm",
+}
+"""model_type -> module of this folder. A new family is one module and one line here."""
+
+
+class Family(Protocol):
+    """What a family's module provides.
+
+    Attributes:
+        FIELDS: fields of a config.json that it reads besides those of every family.
+    """
+
+    FIELDS: tuple[str, ...]
+
+    def config_from_hf(self, hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+        """ModelConfig from the content of a config.json."""
+        ...
+
+    def targets(self, config: ModelConfig) -> Targets:
+        """Names of the family's checkpoint tensors -> parameters."""
+        ...
+
+
+def family(model_type: str) -> Family:
+    """The family of ``model_type``; raises ValueError with the known ones if there is none."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return cast(Family, import_module(f"shadowkv.models.families.{FAMILIES[model_type]}"))
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
+    """ModelConfig from the content of a config.json; raises ValueError. The user's limits still have to be applied."""
+    return family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)

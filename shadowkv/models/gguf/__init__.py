@@ -1,0 +1,1 @@
+"""GGUF files: config, weights and tokeniser in one file."""

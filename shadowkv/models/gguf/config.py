@@ -1,0 +1,86 @@
+"""ModelConfig of a GGUF file: its metadata converted to a Hugging Face config, read by the same families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words, naming
+from shadowkv.models.configs.config_json import wrong_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.overrides import overridden_config
+from shadowkv.models.gguf.file import GGUFFile
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+"""GGUF architectures that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
+
+_FIELDS = {
+    "hidden_size": "{arch}.embedding_length",
+    "intermediate_size": "{arch}.feed_forward_length",
+    "num_hidden_layers": "{arch}.block_count",
+    "num_attention_heads": "{arch}.attention.head_count",
+    "num_key_value_heads": "{arch}.attention.head_count_kv",
+    "head_dim": "{arch}.attention.key_length",
+    "rms_norm_eps": "{arch}.attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "{arch}.context_length",
+    "original_max_position_embeddings": "{arch}.rope.scaling.original_context_length",
+    "rope_theta": "{arch}.rope.freq_base",
+    "sliding_window": "{arch}.attention.sliding_window",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+}
+_STOPS = ("eos", "eot", "eom")
+
+
+def config_from_gguf(
+    file: GGUFFile, max_model_len: int | None = None, overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """ModelConfig of the file with the user's overrides and limit applied; raises ModelFileError where it cannot be
+    run, and with overrides SettingsError."""
+    if file.architecture not in ARCHITECTURES:
+        raise ModelFileError(
+            file.path,
+            f"GGUF architecture {file.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
+            OTHER_MODEL,
+        )
+    hf: dict[str, Any] = {name: file.value(key) for name, key in _FIELDS.items()}
+    hf = {name: value for name, value in hf.items() if value is not None}
+    hf["vocab_size"] = file.shape("token_embd.weight")[0]
+    wrong = wrong_fields(hf, {name: file.key(key) for name, key in _FIELDS.items()})
+    if wrong:
+        raise ModelFileError(file.path, in_words(wrong))
+    hf["model_type"] = file.architecture
+    hf["use_sliding_window"] = bool(hf.get("sliding_window"))
+    hf["tie_word_embeddings"] = "output.weight" not in file.names
+    stops = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in _STOPS]
+    hf["eos_token_id"] = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    rotating = file.get("{arch}.rope.dimension_count", int)
+    if rotating is not None and not 0 < rotating <= head_dim:
+        raise ModelFileError(
+            file.path, f"{file.key('{arch}.rope.dimension_count')}={rotating} of {head_dim} dimensions"
+        )
+    hf["partial_rotary_factor"] = 1.0 if rotating is None else rotating / head_dim
+    with naming(file.path, OTHER_MODEL):
+        hf["rope_scaling"] = _scaling(file)
+    return overridden_config(file.path, hf, max_model_len, overrides)
+
+
+def _scaling(file: GGUFFile) -> dict[str, Any]:
+    if "rope_freqs.weight" in file.names:
+        # Llama 3.1's scaling, stored as its result: a divisor per frequency, which is LongRoPE's form.
+        factors = file.tensor("rope_freqs.weight").flatten().tolist()
+        return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
+    if "rope_factors_long.weight" in file.names:
+        return {
+            "rope_type": "longrope",
+            "long_factor": file.tensor("rope_factors_long.weight").flatten().tolist(),
+            "short_factor": file.tensor("rope_factors_short.weight").flatten().tolist(),
+            "attention_factor": file.value("{arch}.rope.scaling.attn_factor"),
+        }
+    kind = file.value("{arch}.rope.scaling.type")
+    return {
+        "rope_type": "default" if kind in (None, "none") else kind,
+        "factor": file.value("{arch}.rope.scaling.factor"),
+        "beta_fast": file.value("{arch}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.value("{arch}.rope.scaling.yarn_beta_slow"),
+    }

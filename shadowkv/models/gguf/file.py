@@ -1,0 +1,124 @@
+"""A GGUF file: its metadata as plain values, and its tensors by name, read on request."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf.quants import dequantize, quant_shape_to_byte_shape
+from torch import Tensor
+
+from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
+from shadowkv.models.checkpoints.stored_weight import Blocks, Stored
+from shadowkv.models.gguf.header import TensorEntry, read_header
+from shadowkv.ops.dequantise_blocks.reference import FORMATS
+
+T = TypeVar("T")
+
+
+class GGUFFile:
+    """Read access to one file; the tensors stay mapped, not loaded.
+
+    Args:
+        path: the file. Raises FileNotFoundError if it is missing, ModelFileError if it cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_regular(path)
+        self.path = path
+        with path.open("rb") as opened:
+            if not path.stat().st_size:
+                raise ModelFileError(path, "it is empty")
+            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        with naming(path):
+            self._header = read_header(self._data)
+            architecture = self.get("general.architecture", str)
+            if architecture is None:
+                raise ValueError("general.architecture is missing: it does not say its architecture")
+        self.architecture: str = architecture
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """Metadata value of ``key``, None if there is none; ``{arch}`` in it stands for the architecture.
+
+        Raises ModelFileError if it is not of type ``kind``.
+        """
+        value = self.value(key)
+        if value is None or type(value) is kind:
+            return value
+        raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a value of type {kind.__name__}")
+
+    def list_of(self, key: str, *kinds: type, length: int | None = None) -> list[Any]:
+        """Metadata array of ``key``, as in ``get``; raises ModelFileError too if it is missing or of other length."""
+        value = self.value(key)
+        if value is None:
+            raise ModelFileError(self.path, f"{self.key(key)} is missing")
+        if not isinstance(value, list) or not all(type(item) in kinds for item in value):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a list of {names}")
+        if length is not None and len(value) != length:
+            raise ModelFileError(self.path, f"{self.key(key)} has {len(value)} entries, not {length}")
+        return value
+
+    def value(self, key: str) -> Any:
+        """As ``get``, for any type; arrays are lists."""
+        value = self._header.fields.get(self.key(key))
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def key(self, key: str) -> str:
+        """``key`` as it is in the file."""
+        return key.replace("{arch}", getattr(self, "architecture", ""))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the file's order."""
+        return list(self._header.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first; raises ModelFileError if there is none with that name."""
+        if name not in self._header.tensors:
+            raise ModelFileError(self.path, f"the tensor {name} is missing")
+        return self._header.tensors[name].shape
+
+    def form(self, name: str) -> str | None:
+        """Format of the blocks that a matrix is ``stored`` in, None if ``stored`` gives plain numbers."""
+        kind = self._header.tensors[name].kind.name
+        return kind if kind in FORMATS and len(self.shape(name)) == 2 else None
+
+    def stored(self, name: str) -> Stored:
+        """A tensor in its blocks if it has a ``form``, otherwise as ``tensor``; a copy. Raises as that does."""
+        shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
+        if form is None:
+            weight: Stored = self.tensor(name)
+        else:
+            weight = Blocks(torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()), form)
+        if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
+            start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+        return weight
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor dequantised to float32, rows first; a copy. Raises ModelFileError for types without a decoder."""
+        shape, entry = self.shape(name), self._header.tensors[name]
+        raw = self._raw(entry)
+        try:
+            # The weights may have any bits: NaN does not concern the file's format.
+            with np.errstate(all="ignore"):
+                values = dequantize(raw.reshape(quant_shape_to_byte_shape(shape, entry.kind)), entry.kind)
+        except NotImplementedError as error:
+            reason = f"the tensor {name} is of type {entry.kind.name}, which cannot be read"
+            raise ModelFileError(self.path, reason, "use a file with another type, such as Q8_0") from error
+        # A float32 tensor is returned as a view of the mapped file.
+        values = np.array(values, dtype=np.float32, copy=None)
+        return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
+
+    def _raw(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._data, np.uint8, entry.stop - entry.start, entry.start)
+
+
+def _short(value: Any) -> str:
+    return repr(value[:3] if isinstance(value, Sequence) else value)

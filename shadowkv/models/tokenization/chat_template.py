@@ -1,0 +1,78 @@
+"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja within limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from shadowkv.models.tokenization.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
+
+__all__ = ["MAX_CHARACTERS", "ChatTemplate"]
+
+MAX_SOURCE_CHARACTERS = 1 << 16
+"""Compiling longer ones takes seconds; the longest templates of real models have 20,000."""
+COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
+"""Refusals by Python's compiler of what a template becomes: 20 nested loops, lone surrogates, numbers or expressions
+that are too large."""
+_MAX_ERROR_CHARACTERS = 400
+
+
+class ChatTemplate:
+    """A compiled template; raises ValueError if its source is not a valid template.
+
+    Args:
+        source: in Jinja.
+        cleaned: removes from an error what clients must not see any part of, before the error is shortened.
+    """
+
+    def __init__(self, source: str, cleaned: Callable[[str], str] = str) -> None:
+        self._cleaned = cleaned
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ValueError(f"the chat template has more than {MAX_SOURCE_CHARACTERS} characters")
+        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.add_filter("tojson", _to_json)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid: line {error.lineno}: {_short(error)}") from error
+        except COMPILER_ERRORS as error:
+            raise ValueError(f"the chat template is not valid: {_short(error)}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt, of at most ``MAX_CHARACTERS``.
+
+        Raises ValueError, with the template's own message where it refuses the messages, and where it fails, takes too
+        long or becomes too large.
+        """
+        try:
+            with bounded():
+                prompt = self._template.render(messages=messages, **variables)
+            prompt.encode()
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {_short(error, self._cleaned)}") from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = f"{type(error).__name__}: {_short(error, self._cleaned)}"
+            raise ValueError(f"the chat template fails on these messages: {reason}") from error
+        return prompt
+
+
+def _short(error: Exception, cleaned: Callable[[str], str] = str) -> str:
+    """The error's message, in one line."""
+    text = cleaned(str(error.message if isinstance(error, TemplateSyntaxError) else error))
+    text = " ".join(text[: _MAX_ERROR_CHARACTERS + 1].split())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]}…"
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own tojson escapes HTML characters, a form that models have never seen.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: Any) -> NoReturn:
+    raise TemplateError(as_text(message))

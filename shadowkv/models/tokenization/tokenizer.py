@@ -1,0 +1,181 @@
+"""Tokenizer: text <-> token ids and chat prompts, over the tokenizers library; text from ids as they are generated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from shadowkv.models.tokenization.chat_encoder import ChatEncoder
+from shadowkv.models.tokenization.chat_template import ChatTemplate
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 32
+"""Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
+
+LONG_TOKENS = 1_000
+"""Decoding fewer takes less time than waiting for another thread's turn."""
+
+
+class DecodeStream:
+    """Incremental detokeniser of one sequence: text that never ends in the middle of a character.
+
+    A tokeniser's decoder depends on neighbours (a leading space, the bytes of one character), so a token is decoded
+    after the ones last emitted, and held back while the text ends in an incomplete character.
+
+    Args:
+        decode: token ids -> text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that the token completes, possibly empty."""
+        self._held.append(token_id)
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text held back, with incomplete characters replaced; for the end of the sequence."""
+        return self._emit(self._new_text()) if self._held else ""
+
+    def _new_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._held)[len(before) :]
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._context, self._held = self._held, []
+        elif len(self._held) >= _MAX_HELD:
+            self._held = []  # tokens without text, such as skipped special ones
+        return text
+
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A model's tokeniser.
+
+    Args:
+        backend: the tokenizers library's tokeniser.
+        special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template sees them.
+        eos_token_ids: tokens that end a generation, besides ``eos_token``.
+        chat_template: Jinja source, or None where the model has none.
+        add_bos, add_eos: add that token to encoded text; None leaves it to the backend's own post-processor.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.bos_token_id: int | None = self._id("bos_token")
+        eos = self._id("eos_token")
+        self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
+        self.chat_template = chat_template
+        self.chat_encoder = ChatEncoder(backend)
+        without_marks = self.chat_encoder.without_marks  # errors may quote a message
+        self._template = None if chat_template is None else ChatTemplate(chat_template, without_marks)
+        self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        self._suffix = [eos] if add_eos and eos is not None else []
+        self._own_frame = add_bos is not None or add_eos is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that it knows; a model's embedding may be padded to more."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the tokeniser writes it -> its id."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are bytes in GPT-2's alphabet rather than SentencePiece's text with byte fallback."""
+        return '"type":"ByteLevel"' in json.dumps(json.loads(self.backend.to_str())["decoder"], separators=(",", ":"))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` works."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, go
+        through ``encode_chat``."""
+        return self._framed(self._ids, text, add_special_tokens)
+
+    def _framed(self, encode: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens and self._own_frame:
+            return [*self._prefix, *encode(text, False), *self._suffix]
+        return encode(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches release it. The fast
+        # one takes half the time and memory: it does not track which characters a token has.
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; incomplete characters come out as U+FFFD."""
+        if len(ids) <= LONG_TOKENS:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # decode() holds the interpreter's lock, 0.1 s at 100K tokens.
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+        """A new incremental detokeniser."""
+        return DecodeStream(lambda ids: self.decode(ids, skip_special_tokens))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """Prompt text of a conversation; ``kwargs`` (``tools``, …) are passed to the template.
+
+        Raises ValueError if the model has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ValueError("this model has no chat template; send it a plain prompt")
+        variables = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, "tools": None, **kwargs}
+        return self._template.render(messages, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        parse_special: bool = False,
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation's prompt, whose text ``check`` may refuse before it is encoded.
+
+        Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` is set; in
+        ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
+        """
+        marked = None if parse_special else self.chat_encoder.marked(messages, tools)
+        messages, tools = (messages, tools) if marked is None else marked
+        text = self.apply_chat_template(messages, add_generation_prompt, tools=tools, **kwargs)
+        if check is not None:
+            check(text if marked is None else self.chat_encoder.without_marks(text))
+        return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)
+
+    def _id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self.backend.token_to_id(text)

@@ -1,0 +1,168 @@
+"""The tokeniser of a Hugging Face directory, and one of bytes for models without any (dummy weights)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from shadowkv.models.checkpoints.files import ModelFileError, is_there, naming, read_json, read_text
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED, MAX_QUOTED = 5, 40
+"""Most tokens that a warning names, and most characters of each."""
+
+_BYTES_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tokenizer_from_directory(
+    directory: Path, eos_token_ids: Iterable[int] = (), vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokeniser of a Hugging Face directory.
+
+    Args:
+        directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokeniser.
+        eos_token_ids: tokens that end a generation, besides the tokeniser's own.
+        vocab_size: rows of the model's embedding, if known: no token may have a larger id, except those added to the
+            vocabulary, for which some fine-tunes have no row.
+
+    Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
+    """
+    file = directory / "tokenizer.json"
+    if not is_there(file):
+        raise FileNotFoundError(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
+    text = read_text(file)
+    with naming(file), library_errors("the tokeniser"):
+        backend = tokenizers.Tokenizer.from_str(text)
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        added = {token: text.content for token, text in backend.get_added_tokens_decoder().items()}
+    largest = max(vocabulary.values(), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
+        raise ModelFileError(file, reason, "use the model's own tokenizer.json")
+    beyond = [text for token, text in added.items() if vocab_size is not None and token >= vocab_size]
+    if beyond:
+        some = ", ".join(repr(text[:MAX_QUOTED]) for text in beyond[:MAX_NAMED])
+        logger.warning(
+            "%s: %d added tokens are beyond the model's vocabulary of %d, prompts with them are refused: %s%s",
+            *(file, len(beyond), vocab_size, some, ", …" if len(beyond) > MAX_NAMED else ""),
+        )
+    config_file = directory / "tokenizer_config.json"
+    config, special = _read_stated(config_file), _special_tokens(directory, config_file)
+    for key in ("add_bos_token", "add_eos_token"):
+        if config.get(key) is not None and not isinstance(config[key], bool):
+            raise ModelFileError(config_file, f"{key}={config[key]!r} is not true or false")
+    template_file, template = _template(directory, config_file, config.get("chat_template"))
+    with naming(template_file):
+        return Tokenizer(
+            backend,
+            special_tokens=special,
+            eos_token_ids=eos_token_ids,
+            chat_template=template,
+            add_bos=config.get("add_bos_token"),
+            add_eos=config.get("add_eos_token"),
+        )
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns the errors of the tokenizers library, which have no type of their own, into ValueError.
+
+    For an unexpected file it panics: it then writes to the process's stderr, which is held back until the end.
+    """
+    with TemporaryFile() as written:
+        stderr = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
+            panicked = type(error).__name__ == "PanicException"
+            if type(error) is not Exception and not panicked:
+                raise
+            raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if not panicked:
+                written.seek(0)
+                os.write(2, written.read())
+
+
+def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
+    special = {}
+    for file in (directory / "special_tokens_map.json", config_file):  # the latter takes precedence
+        stated = _read_stated(file)
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = stated.get(role)
+            if isinstance(value, dict):
+                value = value.get("content", value)
+            if value is not None and not isinstance(value, str):
+                raise ModelFileError(
+                    file, f"{role}={str(value)[:60]} is no text, nor an object with one as its content"
+                )
+            if value is not None:
+                special[role] = value
+            elif role in stated:
+                special.pop(role, None)
+    return special
+
+
+def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
+    """The file that the template is in, and its source."""
+    file = directory / "chat_template.jinja"
+    if is_there(file):
+        return file, read_text(file)
+    if isinstance(stated, list):
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in stated):
+            raise ModelFileError(config_file, "chat_template is a list of other things than named templates")
+        stated = {entry["name"]: entry.get("template", ...) for entry in stated}.get("default")
+    if stated is not None and not isinstance(stated, str):
+        raise ModelFileError(config_file, "chat_template is neither a text nor a list of named templates")
+    return config_file, stated
+
+
+def _read_stated(file: Path) -> dict[str, Any]:
+    return read_json(file) if is_there(file) else {}
+
+
+def _alphabet() -> tuple[str, ...]:
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    characters, shifted = [], 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + shifted))
+            shifted += 1
+    return tuple(characters)
+
+
+BYTE_ALPHABET = _alphabet()
+"""The alphabet of byte-level BPE (GPT-2's convention): a printable character for each byte. Non-printing bytes,
+including the space, get characters from U+0100 on."""
+
+
+def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
+    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive: every byte is a token, the other ids are
+    printed as <id>, eos tokens as nothing."""
+    vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
+    vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    stops = [token for token in eos_token_ids if 256 <= token < vocab_size]
+    backend.add_special_tokens([AddedToken(f"<{token}>", normalized=False) for token in stops])
+    return Tokenizer(backend, special_tokens={}, eos_token_ids=eos_token_ids, chat_template=_BYTES_TEMPLATE)

@@ -1,0 +1,99 @@
+"""Attention over all tokens of mixed latents and vectors (Shard's formats) on Hopper:
+``csrc/kernels/attend_mixed_sm90/``."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.cuda_sm90 import frequencies
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.codec import CodecId
+from shadowkv.ops.extension import load_cuda
+
+DIM = 128
+RANKS = (96, 128, 160, 192)
+MAX_GROUP = 8
+"""Most query heads per kv head that the kernel supports."""
+
+CONSUMERS = {True: 3, False: 2}
+"""Consumer warpgroups of a thread block, each attending to one page at a time, by whether a kv head has at most four
+query heads."""
+
+FILLING = 4
+"""Pages per consumer that a block could attend to in the time it takes to load its basis and codebook."""
+
+available = partial(load_cuda, "attend_mixed_sm90", "attend_mixed_sm90")
+
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    codecs = (
+        ("keys", case.key_codec, CodecId.LATENT_MIXED, "low-rank-mixed"),
+        ("values", case.value_codec, CodecId.VQ_4X256, "vq-4x256"),
+    )
+    reasons = [f"codec {codec} of {axis} is not {name}" for axis, codec, known, name in codecs if codec != known]
+    reasons += unless(case.capability == (9, 0), f"compute capability {case.capability} is not that of Hopper, 9.0")
+    reasons += unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16")
+    reasons += unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
+    reasons += unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}")
+    reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
+    reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
+    reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
+    halves = case.rope_dim == case.head_dim and not case.interleaved
+    return reasons + unless(halves, "RoPE rotates not all dimensions, or not in halves")
+
+
+def attend_coded(
+    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the reference, but products are of half: keys, queries RoPE-rotated to each page, weights and entries of the
+    codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
+    captured in a CUDA graph after a first call with the same ``keys.rotary``.
+
+    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the device and
+    are not checked. A page's latents are contiguous on the device, as are a page's codes of all heads. Every 16
+    consecutive latents share one width.
+
+    Raises:
+        ValueError: other sources.
+        RuntimeError: shapes, dtypes or strides that do not fit.
+    """
+    if not isinstance(keys, LatentKeys) or keys.basis_step is None or keys.widths is None or keys.mean is None:
+        raise ValueError(f"attend_coded for mixed latents takes those of a basis in 8 bits, not {type(keys).__name__}")
+    if not isinstance(values, CodedRows) or values.codec.id != CodecId.VQ_4X256 or values.states is None:
+        kind = values.codec.name if isinstance(values, CodedRows) else "dense"
+        raise ValueError(f"attend_coded for mixed latents takes values in vq-4x256, not {kind}")
+    batch, query_heads, dim = q.shape
+    heads, entries = keys.basis.shape[2], keys.pages.shape[1]
+    if not batch or not entries:
+        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], processors)
+    largest, codebook = values.state
+    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
+    torch.ops.shadowkv_cuda.attend_mixed_sm90(
+        q.contiguous(), begin.contiguous(), end.contiguous(), keys.latents.flatten(1, 2), keys.basis, keys.basis_step,
+        keys.widths, keys.mean, keys.states, keys.first, keys.pages, frequencies(keys.rotary),
+        values.codes.flatten(2, 3), largest, codebook, values.states, values.pages,
+        math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
+        out, lse, lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split),
+    )  # fmt: skip
+    return out, lse
+
+
+@lru_cache(maxsize=1024)
+def splits(units: int, entries: int, consumers: int, processors: int) -> int:
+    """Number of shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: the fastest
+    in waves of one thread block per multiprocessor, where each block first fills its shared memory."""
+    most = max(1, entries // (2 * consumers))
+
+    def time(share: int) -> int:
+        waves = -(-units * share // processors)
+        return waves * (-(-entries // (share * consumers)) + FILLING)
+
+    return min(range(1, min(most, 2 * processors) + 1), key=time)

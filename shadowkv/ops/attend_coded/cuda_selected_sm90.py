@@ -1,0 +1,21 @@
+"""Attention over all tokens of low-rank keys on Hopper, for formats that no other kernel supports, with every chunk
+selected (``csrc/kernels/attend_latents_sm90/``)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.ops.attend_coded.reference import every_chunk
+from shadowkv.ops.attend_selected import cuda_sm90
+from shadowkv.ops.attend_selected.cuda_sm90 import available, supports
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
+
+__all__ = ["attend_coded", "available", "supports"]
+
+
+def attend_coded(
+    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Same as the reference, for what ``attend_selected`` on Hopper takes; can be captured in a CUDA graph after a
+    first call. Runs begin and end at chunk boundaries."""
+    return cuda_sm90.attend_selected(q, keys, values, every_chunk(keys, begin, end))

@@ -1,0 +1,16 @@
+"""Causal prefill attention on Hopper: our kernel, and flash attention for few queries."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.ops.attend_blocks.cuda_sm90 import available, supports
+from shadowkv.ops.fused_attention import attend_by_size
+
+__all__ = ["available", "causal_attention", "supports"]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Same as the reference, for 16-bit dtypes and head dims of 64 or 128. Which of two kernels runs depends on how
+    many queries a call has (``fused_attention.attend_by_size``)."""
+    return attend_by_size(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)[0]

@@ -1,0 +1,57 @@
+"""Selection of blocks on Hopper: scores of what a tile may leave out by
+``csrc/kernels/score_blocks_sm90/``, the rest by Triton."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, Blocks
+from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
+
+DIMS = (64, 128)
+"""Head dims that the kernel supports."""
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_ROWS = 128
+"""Most sampled queries per tile and kv head that the kernel takes."""
+
+
+@cache
+def available() -> bool:
+    """Whether the kernel was built and the CUDA device is a Hopper."""
+    return load_cuda("score_blocks_sm90", "score_blocks_sm90") and torch.cuda.get_device_capability() == (9, 0)
+
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    return [
+        *unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16"),
+        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless(case.group * SAMPLED <= MOST_ROWS, f"group {case.group} is above {MOST_ROWS // SAMPLED}"),
+    ]
+
+
+def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
+    """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
+
+    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
+    of q and k are multiples of 16 bytes. Can be captured in a CUDA graph.
+    """
+    scores, sampled = score_buffer(q, k), sample_queries(q)
+    score_blocks(q, k, sampled, scores)
+    return draw_blocks(scores, score_attended(q, k, sampled), q, k, error, whole, seed)
+
+
+def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
+    """Same as ``triton.score_blocks``; padding rows, and first blocks, which a tile always attends to, are not
+    written.
+
+    ``sampled``, rows of q, are read on the device and are not checked.
+    """
+    scale = q.shape[2] ** -0.5 * math.log2(math.e)
+    torch.ops.shadowkv_cuda.score_blocks_sm90(q, k, sampled, scale, SINK_BLOCKS, LOCAL_BLOCKS, scores)

@@ -1,0 +1,71 @@
+"""The sweep fills an engine with as many sequences as it is told, and means as many as planner and engine do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from benchmarks.sweeps import throughput
+from benchmarks.sweeps.throughput import fill, fitting, new_tokens
+from robustness.tiny_model import ENGINE, tiny_model
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.startup.sizing import size_cache
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.plan.planner import Machine, Planner
+from shadowkv.wording import GIB
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_batch_is_begun_as_a_whole_or_refused(room, synthetic):
+    with tiny_model() as path:
+        engine = Engine(EngineConfig(model=str(path), max_num_seqs=4, max_model_len=1024, max_cached_seqs=0, **ENGINE))
+    for _ in range(4 - room):
+        engine.cache.allocate(1024, 1024)
+    if room < 2:
+        with pytest.raises(MemoryError, match="only 1 of 2 sequences fit"):
+            fill(engine, 2, 640, 20, synthetic)
+    else:
+        assert fill(engine, 2, 640, 20, synthetic) > 0
+        assert engine.num_running == 2
+        assert len(engine.step()) == 2
+
+
+TOTAL = 20 * GIB
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])
+@pytest.mark.parametrize("host_gib", [2.0, 100.0])
+def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, host_gib):
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    args = Namespace(
+        model="", load_format="dummy", quantization=None, windows=3, steps=20, host_memory_gib=host_gib,
+        enforce_eager=True,
+    )  # fmt: skip
+    with tiny_model(**shape, max_position_embeddings=65536) as path:
+        config = EngineConfig(model=str(path), load_format="dummy", device="cpu", dtype="bfloat16")
+        loaded = load_from_config(config)
+        args.model = str(path)
+        context = 30_000
+        capacity = context + new_tokens(args)
+        machine = Machine(TOTAL / GIB, throughput.UTILIZATION, host_gib, 1.0, 1.0)
+        planner = Planner(loaded.shard, torch.bfloat16, capacity, machine, 0.6, 2.0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))
+        monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: 200 * GIB)
+        count = fitting(args, loaded, kv, context)
+        assert count == planner.plan(kv, preset(kv)).largest_batch.both > 1
+
+        def sequences(batch: int) -> int:
+            """Those that an engine for ``batch`` of them has blocks for."""
+            sweep = throughput.config_of(args, kv, batch, context)
+            layout = Layout(preset(kv), loaded.config.shape, torch.bfloat16, capacity)
+            have, _ = size_cache(sweep, layout, batch, torch.device("cuda"), loaded.config)
+            need = layout.demand(context, capacity)
+            return min(have[tier] // need[tier] for tier in ("device", "host") if need[tier])
+
+        assert sequences(count) >= count and sequences(count + 1) <= count
