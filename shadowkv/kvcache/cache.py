@@ -10,7 +10,7 @@ is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -52,6 +52,7 @@ class KVCache:
         memory: blocks of the tiers of pages.
         ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
         device: where attention is computed.
+        weights: for each layer of the model, what it has for the policy's parts, by name; None where it has nothing.
 
     Attributes:
         groups: its groups of layers.
@@ -68,6 +69,7 @@ class KVCache:
         memory: Blocks,
         ops: Ops,
         device: torch.device | str = "cpu",
+        weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.layout, self.slots, self.device = layout, slots, torch.device(device)
         self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
@@ -76,6 +78,7 @@ class KVCache:
         rotary = RotaryTables(rope, self.max_model_len, self.device)
         sparse = self.spec.prefill == "sparse"
         self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None
+        weights = weights or [{}] * self.shape.num_layers
         self.groups = [
             LayerGroup(
                 number,
@@ -86,6 +89,7 @@ class KVCache:
                 layout.of_group(number, memory),
                 self.device,
                 self.sparse if group.spec.prefill == "sparse" else None,
+                [weights[layer] for layer in group.layers],
             )
             for number, group in enumerate(layout.groups)
         ]

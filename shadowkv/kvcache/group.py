@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from shadowkv.kvcache.decode.attention import Decode
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
@@ -34,6 +35,8 @@ class LayerGroup:
         slots: sequences that can be held at once.
         memory: blocks of the group's tiers of pages.
         sparse: attention over blocks of keys, where the policy's prefill is sparse.
+        weights: for each of its layers, what the model has for the policy's parts, by name; raises ValueError where a
+            part lacks something (``Part.weights``).
     """
 
     def __init__(
@@ -46,9 +49,15 @@ class LayerGroup:
         memory: Blocks,
         device: torch.device,
         sparse: SparsePrefill | None,
+        weights: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.number, self.layout = number, layout
-        self.store = Store(layout, ops, rotary, slots, memory, device)
+        for layer, of_layer in zip(layout.layers, weights, strict=True):
+            if lacking := sorted({name for part in layout.parts for name in part.weights} - of_layer.keys()):
+                raise ValueError(
+                    f"layer {layer} of the model has no {', '.join(lacking)}, which the policy's parts need"
+                )
+        self.store = Store(layout, ops, rotary, slots, memory, device, weights)
         self.pool = SequencePool(self.store, slots, layout.max_model_len)
         self.sealing = Sealing(self.store, self.pool.tables)
         self.storing = Storing(self.store, self.pool, self.sealing)

@@ -4,7 +4,7 @@ a batch's rows have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ class SealedStore:
     Args:
         head_dim: the size of the fixed rotations.
         across_bus: the names of the fields of ``page`` that are in the host's memory.
+        weights: for each layer, what the model has for the policy's parts, by name.
 
     Attributes:
         ops: the cache's ops.
@@ -42,9 +43,10 @@ class SealedStore:
         page: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         across_bus: Collection[str],
+        weights: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         self.ops, self.rotary, self.layers, self.compute = ops, rotary, layers, compute
-        self.page, self.state = page, state
+        self.page, self.state, self.weights = page, state, weights
         self._head_dim, self._across_bus = head_dim, across_bus
         self._rotations: dict[str, Tensor] = {}
 

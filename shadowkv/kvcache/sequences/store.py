@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +62,14 @@ class Store(SealedStore):
     """
 
     def __init__(
-        self, layout: GroupLayout, ops: Ops, rotary: RotaryTables, slots: int, memory: Blocks, device: torch.device
+        self,
+        layout: GroupLayout,
+        ops: Ops,
+        rotary: RotaryTables,
+        slots: int,
+        memory: Blocks,
+        device: torch.device,
+        weights: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         layers, fixed = layout.shape.num_layers, layout.fixed_blocks(slots)
         self.layout = layout
@@ -76,7 +83,7 @@ class Store(SealedStore):
         sealed, across_bus = on_device.views(layout.sealed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
         page, head_dim = sealed | across_bus, layout.shape.head_dim
-        super().__init__(ops, rotary, layout.layers, device, head_dim, page, states, set(across_bus))
+        super().__init__(ops, rotary, layout.layers, device, head_dim, page, states, set(across_bus), weights)
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
