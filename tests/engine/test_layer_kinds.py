@@ -18,9 +18,12 @@ from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.startup.sizing import _demand, _shared_out
 from shadowkv.eval.running.caches import open_cache, prefill
-from shadowkv.kvcache.policy.shape import FULL, LayerKind
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models import load_model
 
 WINDOW, VOCABULARY = 100, 256
@@ -171,3 +174,19 @@ def test_two_ranks_answer_as_one(model: tuple[Path, torch.nn.Module]) -> None:
         assert one[0] == two[0]
         torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-4, rtol=0)
     assert answers[0][0][0] == greedy(model[1], document + prompt(2, 60))
+
+
+def test_memory_is_shared_out_so_that_short_sequences_have_windows_too() -> None:
+    """Of a model whose windows take more than 1,000 tokens do in the other layers, memory for one longest sequence."""
+    kinds = tuple(FULL if number % 6 == 5 else LayerKind(1024) for number in range(24))
+    layout = Layout(preset("full"), ModelShape(24, 4, 2, 64, kinds), torch.float32, 65536)
+    longest, short = (_demand(layout, tokens) for tokens in (65536, 1000))
+    budget = layout.tier_bytes(longest)["device"] * 5 // 4
+    blocks = _shared_out(layout, 65536, 64, Blocks(device=budget, host=0))
+    assert longest.within(blocks)
+    assert layout.tier_bytes(blocks)["device"] <= budget
+    assert min(blocks[kind] // count for kind, count in short.items() if count) >= 3
+    assert (
+        _shared_out(layout, 65536, 2, Blocks(device=budget, host=0))[layout.bounded[0]]
+        == 2 * longest[layout.bounded[0]]
+    )

@@ -35,6 +35,9 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 HOST_SHARE = 0.5
 """Largest share of the free host memory that values take by default."""
 
+SHORTER = 8
+"""Sequences that are so much shorter than the longest one are what memory for windows is shared out for."""
+
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 """Host memory for what is in transit between device and disk, where ``kv_offload_gib`` asks for none: that many copies
 of the longest sequence, but within these two bounds in GiB."""
@@ -231,17 +234,8 @@ def size_cache(
         return max(0, device_bytes - layout.fixed_bytes(slots))
 
     def have(tokens: int) -> Blocks:
-        """Blocks of each tier if sequences have up to ``tokens``: what a tier has is shared out as those need it."""
-        need, tiers = _demand(layout, tokens), {"device": left(layout.resized(tokens)), "host": host_bytes}
-        most = layout.tier_bytes(need)
-        return Blocks(
-            {
-                kind: tiers[tier] * count // most[tier] if most[tier] else 0
-                for kind, count in need.items()
-                for tier in tiers
-                if kind.endswith(tier)
-            }
-        )
+        """Blocks of each tier if sequences have up to ``tokens``."""
+        return _shared_out(layout, tokens, slots, Blocks(device=left(layout.resized(tokens)), host=host_bytes))
 
     longest = layout.max_model_len
     while longest and not _demand(layout, longest).within(have(longest)):
@@ -266,6 +260,30 @@ def size_cache(
             config.names(),
         )
     return blocks, longest
+
+
+def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:
+    """Blocks of each tier, of ``tiers`` bytes: groups of layers get what they need of sequences of ``tokens``.
+
+    A window takes as much of a shorter sequence, of which there may be more: there is room for as many windows as there
+    is for such sequences.
+    """
+    need = _demand(layout, tokens)
+    windows, growing = (
+        Blocks({kind: count for kind, count in need.items() if (kind in layout.bounded) == bounded})
+        for bounded in (True, False)
+    )
+    sizes, rest, blocks = layout.tier_bytes(growing), tiers, Blocks()
+    if windows:
+        shorter, each = layout.tier_bytes(_demand(layout, -(-tokens // SHORTER))), layout.tier_bytes(windows)
+        fitting = [tiers[tier] // shorter[tier] for tier in tiers if shorter[tier]]
+        beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]  # one of the longest
+        blocks = Blocks({kind: max(1, min(slots, *fitting, *beside)) * count for kind, count in windows.items()})
+        rest = tiers - layout.tier_bytes(blocks)
+    for kind, count in growing.items():
+        tier = kind.rpartition(" ")[2]
+        blocks[kind] = max(0, rest[tier]) * count // sizes[tier] if sizes[tier] else 0
+    return blocks
 
 
 def _device_bytes(

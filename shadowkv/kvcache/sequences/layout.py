@@ -99,6 +99,12 @@ class Layout:
         """The tiers of pages, of every group: what a cache is given memory for."""
         return tuple(_named(group, tier.name) for group in self.groups for tier in group.tiers if tier.paged)
 
+    @property
+    def bounded(self) -> tuple[str, ...]:
+        """Those of ``paged`` of which a sequence takes no more however long it is: windows."""
+        windows = [group for group in self.groups if group.window is not None]
+        return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
+
     def joined(self, of_groups: Iterable[Blocks]) -> Blocks:
         """Numbers of blocks of all groups, in order, under their names here. A sequence is one in all of them."""
         first, *others = of_groups
