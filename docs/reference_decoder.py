@@ -1,7 +1,9 @@
 """ShadowKV and `turbo`, the default policy, for one layer of one sequence, in plain PyTorch.
 
 This is what the engine computes and nothing of how: no pages, no batches, no kernels. Read it from top to bottom: first
-`prefill`, then `decode`. `tests/kvcache/test_reference_decoder.py` holds it equal to the engine.
+`prefill`, then `decode`. `tests/kvcache/test_reference_decoder.py` holds it equal to the engine, with the engine's
+samples: the last bits of a sum may decide for another token. Left out: prompts that are too short to be compressed, and
+those of under 2,048 tokens, whose subspace serves only a quarter more (`kvcache/policy/growth.py`); sparse prefill.
 
 n tokens, H kv heads of d dimensions, G query heads on each of them (H_q = H G). Keys arrive before RoPE.
 
@@ -34,6 +36,7 @@ SINK = 8
 OBSERVED = 64
 """Last queries of a prompt, from which the sketch learns in which directions queries will look."""
 ISOTROPIC = 0.85
+"""Share of all directions alike in what the sketch learns from those queries: later ones will differ."""
 STRONG = 32
 """Numbers of a key with 8 bits; the others have 4."""
 
@@ -46,7 +49,7 @@ class ReferenceLayer:
         rank: numbers that are kept of a key, all kv heads together.
         theta: base of RoPE.
         layer, seed: what is sampled follows from these and the position.
-        values: format of values, 3 bits where the head dim is a multiple of 32, else 4.
+        values: format of values, 3 bits where the head dim is a multiple of 64, else 4.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Engine:
 
     Attributes:
         cache, runner, scheduler: the parts that compute, and that decide what is computed.
-        prefills, decode_steps: the work in progress.
+        prefill_queue, decode_steps: the work in progress.
 
     Raises ValueError for settings that are not valid, MemoryError where there is not enough memory, RankFailure where
     another rank cannot start.

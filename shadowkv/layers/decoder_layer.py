@@ -56,7 +56,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The whole layer (decode): residual stream [T, D] and what the previous layer adds to it -> the same two.
+        """The whole layer, for prompts of one block: residual stream [T, D] and what the previous layer adds to it ->
+        the same two.
 
         They are added where the next norm is computed, in one launch. With ``wanted``, int64 [n], both are [n, D]: the
         other tokens go no further than attention needs them.

@@ -3,6 +3,11 @@
 A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
 ``SealedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
 per kv head, d head dim, c chunk, C = 64 / c chunks per page.
+
+On a GPU ``select`` and ``source`` run while a decode step is captured in a graph, and ``seal`` in one of its own: they
+may not wait for the device, and shapes may depend on those of their arguments alone. ``fit`` and ``observe`` may.
+Pages in a batch's tables past a row's ``num_pages`` are any existing ones, to be masked; so are chunks that are
+``EXCLUDED``, by the index.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ DEFAULT_BUDGET_FLOOR = 256
 
 LATE = 512
 """Tokens by which an answer may exceed the length from which prompts are compressed, and stay dense: most end before.
-At a GPU's costs (``engine.crossover``), compressing 8K tokens pays for itself 1,500 tokens later, not at once."""
+At a GPU's costs (``engine.startup.crossover``) compressing 8K tokens pays for itself 1,500 tokens later, not at
+once."""
 
 FETCH_BUFFER = 2.0
 """Chunks of values on the host that a buffer keeps, as a multiple of those that a step selects: most are selected

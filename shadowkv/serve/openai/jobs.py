@@ -99,7 +99,7 @@ class Job:
         return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The answer as it is generated; raises ApiError or EngineDead."""
+        """The answer as it is generated; raises ApiError, DeadlineExceeded, EngineBusy or EngineDead."""
         wants_logprobs = self.choices[0].params.logprobs is not None
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
@@ -119,7 +119,7 @@ class Job:
                 yield piece
 
     async def joined_pieces(self) -> list[Piece]:
-        """The whole answer, a piece for each choice; raises ApiError or EngineDead."""
+        """The whole answer, a piece for each choice; raises what ``pieces`` does."""
         count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]

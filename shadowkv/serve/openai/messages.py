@@ -212,7 +212,7 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
 
 def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
     """Messages without tools: they are explained in the system message; calls become the text of an answer with calls
-    (``tools.calls_schema``), and their results become the user's."""
+    (``output_schema.calls_schema``), and their results become the user's."""
     turns = [_in_words(turn) for turn in turns]
     if not tools:
         return turns
