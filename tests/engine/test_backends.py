@@ -61,7 +61,7 @@ def test_layers_cache_and_sampler_share_one_object_of_ops(make: Any, tiny: Path)
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_every_op_that_runs_is_declared(make: Any, quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others would be chosen without having been asked whether they support the case."""
-    monkeypatch.setattr("shadowkv.models.requirements.unfit", lambda device, dtype: None)
+    monkeypatch.setattr("shadowkv.models.loader.unfit", lambda device, dtype: None)
     dtype = "float32" if quantization is None else "bfloat16"
     engine = make(kv="shadowkv:budget=64,outliers=4", device="cpu", dtype=dtype, quantization=quantization)
     ops, called = engine.cache.ops, set()
