@@ -54,6 +54,13 @@ METHODS = (
         ("ops/test_ragged_attention.py", "kvcache/test_packed_prefill.py"),
     ),
     Method(
+        "sliding windows",
+        ("kvcache/sequences/layout.py", "kvcache/sequences/pool.py"),
+        ("paged_window_attention", "causal_window_attention"),
+        (),
+        ("kvcache/test_windows.py", "ops/test_window_ops.py", "engine/test_layer_kinds.py"),
+    ),
+    Method(
         "sparse prefill",
         ("kvcache/prefill/sparse.py",),
         ("select_blocks", "attend_blocks"),

@@ -83,18 +83,18 @@ class SelectionRecord:
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence]) -> None:
-        layers = cache.layout.compressed  # in the others everything is attended to
+        layers = cache.layout.selecting  # in the others everything is attended to
         self._cache, self._sequences = cache, sequences
         self._cell = max(CELL, cache.spec.chunk)
-        bounds = np.linspace(layers.start, layers.stop, min(GROUPS, len(layers)) + 1).astype(int).tolist()
-        self._groups = list(pairwise(bounds))
+        bounds = np.linspace(0, len(layers), min(GROUPS, len(layers)) + 1).astype(int).tolist()
+        self._groups = [layers[start:stop] for start, stop in pairwise(bounds)]
         self._found: Tensor | None = None
         self._ended: torch.cuda.Event | None = None
 
     def __enter__(self) -> SelectionRecord:
         cache = self._cache
         self._lengths = [(one.length, one.sealed) for one in self._sequences]
-        self._layers = [[first + length % (end - first) for first, end in self._groups] for length, _ in self._lengths]
+        self._layers = [[layers[length % len(layers)] for layers in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
         # One extra cell, for entries that are not tokens.
@@ -160,6 +160,8 @@ class SelectionRecord:
         for layers, layer, of_cells in zip(self._groups, self._layers[number], weights, strict=True):
             cells = np.sort(np.argsort(-of_cells, kind="stable")[:MOST_CELLS])
             cells = cells[of_cells[cells] > 0]
-            groups.append(LayerGroup(layers, layer, cells.tolist(), of_cells[cells].round(5).tolist()))
+            groups.append(
+                LayerGroup((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
+            )
         exact = [(0, spec.sink_chunks * spec.chunk), (sealed, length + 1)]
         return TokenSelections(length + 1, self._cell, False, exact, groups)

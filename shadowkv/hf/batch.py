@@ -161,13 +161,13 @@ class Batch:
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
         layout = Layout(self.spec, self.config.shape, dtype, self.max_model_len, fetch_buffer)
         need = layout.most_demand(self.max_model_len)
-        outliers = MOST_SEGMENTS * -(-self.spec.outlier_pages // layout.exact_per_block)
+        outliers = MOST_SEGMENTS * -(-self.spec.outlier_pages // layout.main.exact_per_block)
         return KVCache(
             layout,
             self.config.rope,
             # The first one's spare states are those of all segments that it may have; the others need as many.
-            slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.growth.learns else rows,
-            memory=Blocks(device=rows * (need["device"] + outliers), host=rows * need["host"]),
+            slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.learns else rows,
+            memory=Blocks({kind: rows * need[kind] for kind in layout.paged}) + Blocks(device=rows * outliers),
             ops=choose_ops(layout, self.config.rope, device),
             device=device,
         )

@@ -1,35 +1,34 @@
 """The KV cache: what models, engine and evaluations see of it.
 
-ShadowKV, arXiv:2410.21465. Policies differ only in their parts. Models call ``append``, ``begin`` or ``attend``, and
-``finish_prefill``; an engine holds sequences (``allocate``, ``extend``, ``fork``, ``trim``, ``release``) and runs steps
-(``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences into bytes (``snapshots.open_reading``) and bytes
-into sequences (``snapshots.restore``). ``inspection.py`` shows what is stored.
+ShadowKV, arXiv:2410.21465. Policies differ only in their parts. A cache is made of groups of layers that are alike
+(``group.LayerGroup``): each has a policy and pages of its own, and a sequence is in all of them. Models call
+``append``, ``begin`` or ``attend``, and ``finish_prefill``; an engine holds sequences (``allocate``, ``extend``,
+``fork``, ``trim``, ``release``) and runs steps (``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences
+into bytes (``snapshots.open_reading``) and bytes into sequences (``snapshots.restore``). ``inspection.py`` shows what
+is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.attention import Decode, SelectionHook
+from shadowkv.kvcache.decode.attention import SelectionHook
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.kvcache.decode.planning import DecodePlanner, padded, rounded
+from shadowkv.kvcache.decode.planning import padded, rounded
+from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.prefill.sparse import BlockHook
-from shadowkv.kvcache.sealing.pages import Sealing
-from shadowkv.kvcache.sealing.storing import Storing
+from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
+from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import Store
 from shadowkv.kvcache.snapshots.snapshots import Snapshots
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
@@ -53,8 +52,11 @@ class KVCache:
         memory: blocks of the tiers of pages.
         ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
         device: where attention is computed.
+        weights: for each layer of the model, what it has for the policy's parts, by name; None where it has nothing.
 
     Attributes:
+        groups: its groups of layers.
+        sparse: attention over blocks of keys, where the policy's prefill is sparse.
         snapshots: turns sequences into bytes and bytes into sequences.
     """
 
@@ -67,37 +69,55 @@ class KVCache:
         memory: Blocks,
         ops: Ops,
         device: torch.device | str = "cpu",
+        weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.layout, self.slots, self.device = layout, slots, torch.device(device)
         self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
         self.max_model_len = layout.max_model_len
         self.ops = ops
         rotary = RotaryTables(rope, self.max_model_len, self.device)
-        self.store = Store(layout, ops, rotary, slots, memory, self.device)
-        self.pool = SequencePool(self.store, slots, self.max_model_len)
-        self.sealing = Sealing(self.store, self.pool.tables)
-        self.storing = Storing(self.store, self.pool, self.sealing)
-        self.prefill = Prefill(self.store, self.storing)
-        self.decode = Decode(self.store, self.sealing)
-        self.planner = DecodePlanner(self.storing, self.decode.fetching)
-        self.snapshots = Snapshots(self.store, self.pool)
+        sparse = self.spec.prefill == "sparse"
+        self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None
+        weights = weights or [{}] * self.shape.num_layers
+        self.groups = [
+            LayerGroup(
+                number,
+                group,
+                self.ops,
+                rotary,
+                slots,
+                layout.of_group(number, memory),
+                self.device,
+                self.sparse if group.spec.prefill == "sparse" else None,
+                [weights[layer] for layer in group.layers],
+            )
+            for number, group in enumerate(layout.groups)
+        ]
+        self._places = [(self.groups[number], at) for number, at in layout.places]
+        self._halves = [(group.number, group.prefill, group.decode, at) for group, at in self._places]
+        self.pools = SequencePools(layout, [group.pool for group in self.groups])
+        self.snapshots = Snapshots(self.pools, rope, self.device)
+        # Of the first group, which is what most look into.
+        main = self.groups[0]
+        self.store, self.pool, self.storing = main.store, main.pool, main.storing
+        self.prefill, self.decode = main.prefill, main.decode
 
     # -- sequences -------------------------------------------------------------------------------------------------
 
     @property
     def total(self) -> Blocks:
         """All that there is: blocks of each tier, slots of segments, and sequences."""
-        return self.pool.total
+        return self.pools.total
 
     @property
     def free(self) -> Blocks:
         """Blocks that no sequence holds."""
-        return self.pool.free
+        return self.pools.free
 
     @property
     def changes(self) -> int:
         """Grows whenever a sequence takes something, shares it or gives it back."""
-        return sum(pool.changes for pool in self.pool.pools.values())
+        return self.pools.changes
 
     def demand(self, start: int, capacity: int) -> Blocks:
         """Blocks that a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
@@ -105,78 +125,103 @@ class KVCache:
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
         """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
-        return self.pool.growth(sequence, start, capacity)
+        return self.pools.growth(sequence, start, capacity)
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
         """Blocks that would be free if ``sequences`` were released."""
-        return self.pool.held(sequences)
+        return self.pools.held(sequences)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
         """A new, empty sequence that holds what ``demand`` says; raises OutOfBlocks, with nothing taken."""
-        return self.pool.allocate(start, capacity)
+        return self.pools.allocate(start, capacity)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
         """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken."""
-        self.pool.extend(sequence, start, capacity)
+        self.pools.extend(sequence, start, capacity)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked."""
-        return self.pool.fork_point(sequence, length)
+        return self.pools.fork_point(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """A new sequence that shares the first ``length`` tokens, a fork point, with ``sequence``: no bytes are copied.
 
         Raises OutOfBlocks, with nothing taken, and ValueError where it cannot be forked there.
         """
-        return self.pool.fork(sequence, length, start, capacity)
+        return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
-        self.pool.truncate(sequence, length)
+        self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
         """Gives back what a finished sequence holds for future tokens; it can be extended again."""
-        self.pool.trim(sequence)
+        self.pools.trim(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
         """Gives back everything; the sequence must not be used again."""
-        self.pool.release(sequence)
+        self.pools.release(sequence)
 
     def fork_demand(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> Blocks:
         """Blocks that ``fork`` takes; raises the same ValueErrors."""
-        return self.pool.demand(self.pool.forked(sequence, length), start, capacity)
+        return self.pools.demand(self.pools.forked(sequence, length), start, capacity)
 
     def use(self) -> dict[str, TierUse]:
         """Bytes of each tier; may be called from any thread."""
-        return {name: TierUse(tier.used_bytes, tier.total_bytes) for name, tier in self.store.tiers.items()}
+        return {
+            name: TierUse(sum(tier.used_bytes for tier in tiers), sum(tier.total_bytes for tier in tiers))
+            for name, tiers in (
+                (name, [group.store.tiers[name] for group in self.groups]) for name in self.groups[0].store.tiers
+            )
+        }
 
     @property
     def fetches(self) -> FetchCounts | None:
         """Chunks fetched from the host so far; None where there is no buffer. May be read from any thread."""
-        return None if self.decode.fetching is None else self.decode.fetching.counts
+        counts = [group.decode.fetching.counts for group in self.groups if group.decode.fetching is not None]
+        return FetchCounts(*map(sum, zip(*map(astuple, counts), strict=True))) if counts else None
 
     def forget_fetches(self) -> None:
         """Resets the counts of fetched chunks."""
-        if self.decode.fetching is not None:
-            self.decode.fetching.forget()
+        for group in self.groups:
+            if group.decode.fetching is not None:
+                group.decode.fetching.forget()
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def prefill_batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:
-        """Packs new tokens of admitted sequences: pairs of a sequence and how many tokens it gains (at least 1)."""
-        return self.prefill.batch(sequences)
+    def prefill_batch(
+        self,
+        sequences: list[tuple[CachedSequence, int]],
+        bounds: Collection[int] = (),
+        packed: PrefillBatch | None = None,
+    ) -> PrefillBatch:
+        """Packs new tokens of admitted sequences: pairs of a sequence and how many tokens it gains (at least 1).
+
+        Args:
+            bounds: layers that are not stored together with the one before.
+            packed: the same tokens of another cache, whose scratch is used; the sequences are then empty.
+        """
+        batches: list[PrefillBatch] = []
+        for group in self.groups:
+            own = [(sequence.of_group(group.number), count) for sequence, count in sequences]
+            batches.append(group.prefill.batch(own, bounds, batches[0] if batches else packed))
+        batches[0].further = tuple(batches[1:])
+        return batches[0]
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores one layer's new tokens, in the policy's own form where the sequence is compressed."""
-        self.prefill.finish_layer(layer, batch)
+        group, at = self._places[layer]
+        group.prefill.finish_layer(at, group.part(batch))
 
     def leave_prefill(self) -> None:
         """To be called when a prefill ends or is given up: what it still stores is waited for before anything else."""
-        self.prefill.join()
+        for group in self.groups:
+            group.prefill.join()
 
     def end_prefill(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        self.prefill.end(batch)
+        for group in self.groups:
+            group.prefill.end(group.part(batch))
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -185,77 +230,104 @@ class KVCache:
 
         Raises ValueError if one of them is at its capacity.
         """
-        return self.planner.plan(sequences)
+        first, *further = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
+        return replace(first, further=tuple(further)) if further else first
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
         """Plans a step of padding rows, with the shapes of one that ``sequences`` will take together with those of
         ``joining``, whose prompts of that many tokens are being computed; None where these are not known."""
-        return self.planner.forecast(sequences, joining)
+        plans = []
+        for group in self.groups:
+            joining_it = [(sequence.of_group(group.number), length) for sequence, length in joining]
+            plan = group.planner.forecast(group.sequences(sequences), joining_it)
+            if plan is None:
+                return None
+            plans.append(plan)
+        return replace(plans[0], further=tuple(plans[1:]))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
         what is due has been sealed (``seal_pages``): then only the plan's shapes are used, as a captured graph
         requires."""
-        return self.decode.batch(plan, numbers)
+        if len(self.groups) == 1:
+            return self.groups[0].decode.batch(plan, numbers)
+        parts = [None] * len(self.groups) if numbers is None else plan.split(numbers)
+        first, *further = (
+            group.decode.batch(group.part(plan), part) for group, part in zip(self.groups, parts, strict=True)
+        )
+        return replace(first, further=tuple(further))
 
     def rounded(self, plan: DecodePlan, max_batch: int) -> DecodePlan:
         """``plan`` with its shapes rounded up, so that few captured graphs serve many steps."""
-        return rounded(plan, max_batch, self.spec, self.pool.tables)
+        first, *further = (
+            rounded(group.part(plan), max_batch, group.layout.spec, group.pool.tables) for group in self.groups
+        )
+        return replace(first, further=tuple(further))
 
-    def padded_sealing(self, numbers: np.ndarray) -> np.ndarray:
-        """``DecodePlan.sealing`` for a number of pages that is rounded up."""
-        return padded(numbers, self.sealing.padding)
+    def padded_sealing(self, number: int, numbers: np.ndarray) -> np.ndarray:
+        """A group's ``DecodePlan.sealing`` for a number of pages that is rounded up."""
+        return padded(numbers, self.groups[number].sealing.padding)
 
     def join_capture(self) -> None:
         """To be called where a capture fails halfway: it could not end before what runs on other streams is joined."""
-        self.decode.side_stream.join_capture()
+        for group in self.groups:
+            group.decode.side_stream.join_capture()
 
-    def seal_pages(self, numbers: Tensor) -> None:
-        """Seals pages in all layers: ``DecodePlan.sealing``, on the device."""
-        self.sealing.seal_pages(numbers)
+    def seal_pages(self, number: int, numbers: Tensor) -> None:
+        """Seals pages in all layers of a group: its ``DecodePlan.sealing``, on the device."""
+        self.groups[number].sealing.seal_pages(numbers)
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        self.planner.end(plan)
+        for group in self.groups:
+            group.planner.end(group.part(plan))
 
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called with layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects in a decode step;
         what it returns is attended to. Not called where nothing is selected (``KVSpec.selects``). To be set before the
         first step: captured graphs keep the hook that they were captured with."""
-        return self.decode.hook
+        return self.groups[0].decode.hook
 
     @selection_hook.setter
     def selection_hook(self, hook: SelectionHook | None) -> None:
-        self.decode.hook = hook
+        for group in self.groups:
+            group.decode.hook = hook
 
     @property
     def block_hook(self) -> BlockHook | None:
         """Called with layer, RoPE-rotated queries [n, H_q, d] and the blocks that a sparse prefill's tiles are to
         attend to (``select_blocks``); what it returns is attended to. There is none where prefill is dense."""
-        return None if self.prefill.sparse is None else self.prefill.sparse.hook
+        return None if self.sparse is None else self.sparse.hook
 
     @block_hook.setter
     def block_hook(self, hook: BlockHook | None) -> None:
-        if self.prefill.sparse is None:
+        if self.sparse is None:
             raise ValueError(f"prefill={self.spec.prefill!r} selects no blocks; use prefill='sparse'")
-        self.prefill.sparse.hook = hook
+        self.sparse.hook = hook
 
     def take_attention_density(self) -> float | None:
         """Share of the blocks of keys that sparse prefills attended to since the last call; None where there were
         none. Waits for the device."""
-        return None if self.prefill.sparse is None else self.prefill.sparse.take_density()
+        return None if self.sparse is None else self.sparse.take_density()
+
+    def place(self, layer: int) -> tuple[LayerGroup, int]:
+        """The group that a layer of the model is in, and which of the group's layers it is."""
+        return self._places[layer]
 
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock) -> None:
         """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
+        number, prefill, decode, at = self._halves[layer]
+        if number:
+            batch = batch.further[number - 1]
         if isinstance(batch, PrefillBlock):
-            self.prefill.append(layer, k, v, batch)
+            prefill.append(at, k, v, batch)
         else:
-            self.decode.append(layer, k, v, batch)
+            decode.append(at, k, v, batch)
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
@@ -267,10 +339,13 @@ class KVCache:
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
+        number, prefill, decode, at = self._halves[layer]
+        if number:
+            batch = batch.further[number - 1]
         if isinstance(batch, PrefillBlock):
-            out = self.prefill.attend(layer, q, batch)
+            out = prefill.attend(at, q, batch)
             return lambda: out
-        return self.decode.begin(layer, q, batch)
+        return decode.begin(at, q, batch)
 
 
 class FanOut:
@@ -286,11 +361,16 @@ class FanOut:
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
         """Packs new tokens: for each prompt its sequences, one of each cache, and how many tokens they gain."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
-        first = self.caches[0].prefill_batch([(of_prompt[0], count) for of_prompt, count in sequences])
-        bounds = {bound for cache in self.caches for run in cache.layout.runs for bound in (run.start, run.stop)}
-        first.runs = [range(*pair) for pair in pairwise(sorted(bounds))]  # alike in every cache
-        others = zip(self.caches[1:], of_caches[1:], strict=True)
-        self._batches = [first, *(first.of(list(own), cache.storing.planner) for cache, own in others)]
+        works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
+        bounds = {
+            group.layers[run.start]  # layers that are alike in every cache are stored together
+            for cache in self.caches
+            for group in cache.layout.groups
+            for run in neighbours(group.layers)
+        }
+        first = self.caches[0].prefill_batch(works[0], bounds)
+        others = zip(self.caches[1:], works[1:], strict=True)
+        self._batches = [first, *(cache.prefill_batch(work, bounds, first) for cache, work in others)]
         return first
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: PrefillBlock) -> None:

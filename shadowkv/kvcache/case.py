@@ -22,6 +22,8 @@ OF_TOKENS = (
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_SEALED_PAGES`` only where it seals.
 Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is sealed."""
+OF_WINDOWS = ("causal_window_attention", "paged_window_attention")
+"""Ops that layers with a window call."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
@@ -51,6 +53,8 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     if spec.seals:
         ops |= {*OF_SEALED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
         pages = spec.sealed_pages(layout.max_model_len)
+    if any(group.window is not None for group in layout.groups):
+        ops |= {*OF_WINDOWS}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(

@@ -18,35 +18,37 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 
 def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
     """Queries [B, H_q, d] of a decode step after RoPE."""
-    return cache.decode.apply_rope(q, batch)
+    return cache.groups[0].decode.apply_rope(q, batch)
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
     """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
-    return cache.store.k[layer][pages].transpose(0, 1).flatten(1, 2)
+    group, at = cache.place(layer)
+    return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
     """The same for values."""
-    return cache.store.v[layer][pages].transpose(0, 1).flatten(1, 2)
+    group, at = cache.place(layer)
+    return group.store.v[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def sealed_rows(cache: KVCache, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
     """RoPE-rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads
     them."""
-    if cache.layout.skips(layer):
-        return exact_keys(cache, layer, batch.pages[0]), exact_values(cache, layer, batch.pages[0])
-    shape = cache.shape.num_kv_heads, batch.pages.shape[1] * PAGE, cache.shape.head_dim
+    group, at = cache.place(layer)
+    shape = group.layout.shape.num_kv_heads, batch.pages.shape[1] * PAGE, group.layout.shape.head_dim
     keys, values = torch.empty(2, *shape, dtype=cache.dtype, device=cache.device)
-    cache.ops.rebuild_rows(cache.parts.keys.source(cache.store, layer, batch), 0, keys, False)
-    values_source = cache.parts.values.source(cache.store, layer, batch)
-    cache.ops.rebuild_rows(values_source, 0, values, cache.spec.place == "host")
+    cache.ops.rebuild_rows(group.layout.parts.keys.source(group.store, at, batch), 0, keys, False)
+    values_source = group.layout.parts.values.source(group.store, at, batch)
+    cache.ops.rebuild_rows(values_source, 0, values, group.layout.spec.place == "host")
     return keys, values
 
 
 def exact_elsewhere(cache: KVCache, layer: int, batch: SealedBatch) -> Tensor:
     """Which chunks bool [R, H, P * C] of a batch's sealed pages are sink or outliers: attended to, not selected."""
-    return cache.store.excluded(layer, batch.pages, batch.first)
+    group, at = cache.place(layer)
+    return group.store.excluded(at, batch.pages, batch.first)
 
 
 def selected_scores(
@@ -61,10 +63,11 @@ def selected_scores(
     Returns:
         positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf there.
     """
-    rows, chunk = slice(row, row + 1), cache.spec.chunk
+    group, at = cache.place(layer)
+    rows, chunk = slice(row, row + 1), group.layout.spec.chunk
     of_row = replace(batch, sampling=None).part(rows)
     chunks = selected.chunks[rows]
-    keys = gather_selected(cache.parts.keys.source(cache.store, layer, of_row), chunks)[0].float()  # [H, n, d]
+    keys = gather_selected(group.layout.parts.keys.source(group.store, at, of_row), chunks)[0].float()  # [H, n, d]
     within = torch.arange(chunk, device=chunks.device)
     is_token = (chunks[0] >= 0).repeat_interleave(chunk, 1)
     positions = (chunks[0].unsqueeze(-1) * chunk + within).flatten(1) + of_row.first
@@ -78,11 +81,12 @@ def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
     """What the policy's parts report on how well a compressed sequence's states fit, by name, [layers] each,
     float32; the part that declares a name says what it means.
 
-    The minimum over its segments, for the layers that are not skipped; empty where the sequence is dense.
+    The minimum over its segments, for the layers of the first group; empty where the sequence is dense.
     """
-    names = cache.parts.diagnostics
-    if not (names and sequence.path and cache.layout.compressed):
+    group = cache.groups[0]
+    names = group.layout.parts.diagnostics
+    if not (names and sequence.path):
         return {}
-    cache.pool.await_layers(sequence)
+    cache.pools.await_layers(sequence)
     states = [segment.state for segment in sequence.path]
-    return {name: cache.store.state[name][:, states, 0].amin(1) for name in names}
+    return {name: group.store.state[name][:, states, 0].amin(1) for name in names}

@@ -10,6 +10,7 @@ import numpy as np
 from shadowkv.kvcache.policy.spec import PAGE
 
 if TYPE_CHECKING:  # a command's help shows these numbers, without PyTorch
+    from shadowkv.kvcache.sequences.group_layout import GroupLayout
     from shadowkv.kvcache.sequences.layout import Layout
 
 DEVICE_BANDWIDTH = 4.5e12
@@ -25,7 +26,7 @@ HIT_RATE = 0.6
 
 @dataclass(frozen=True)
 class StepReads:
-    """Bytes that one sequence reads in one layer of a decode step, one that the policy does not skip.
+    """Bytes that one sequence reads in one layer of a decode step.
 
     Attributes:
         exact: exact keys and values: sink, outliers and tail, or everything where the sequence is dense.
@@ -53,13 +54,15 @@ class StepReads:
         return max(self.device / device_bandwidth, self.host_values / host_bandwidth)
 
 
-def step_reads(layout: Layout, context: int, hit_rate: float) -> StepReads:
-    """Reads of a step of a sequence with ``context`` tokens, the newest included.
+def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
+    """Reads of a step of a sequence with ``context`` tokens, the newest included, in a layer of the group.
 
     ``hit_rate`` is the share of selected chunks whose values a step finds in a device buffer; it matters only where
     values live on the host.
     """
     spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
+    if layout.window is not None:
+        return StepReads(exact=min(context, layout.window) * exact_token)
     if not spec.seals or context <= spec.dense_limit:
         return StepReads(exact=context * exact_token)
     pages = spec.sealed_pages(context)
@@ -85,7 +88,7 @@ def attention_seconds(
 ) -> float:
     """The shortest time of the reads of a sequence's step in all layers, which follow one another; as ``step_reads``
     and ``StepReads.seconds``."""
-    reads = step_reads(layout, context, hit_rate)
-    skipped = StepReads(exact=context * layout.exact_bytes / PAGE)
-    counts = (len(layout.compressed), reads), (2 * layout.spec.skip_layers, skipped)
-    return sum(count * reads_of_layer.seconds(device_bandwidth, host_bandwidth) for count, reads_of_layer in counts)
+    return sum(
+        group.shape.num_layers * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)
+        for group in layout.groups
+    )

@@ -27,8 +27,7 @@ class SequenceBytes:
 
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
     """What a sequence owns whose prompt and output have ``context`` tokens in total."""
-    need, unit = layout.demand(context, context), layout.bytes_per_block()
-    size = {kind: count * unit[kind] for kind, count in need.items()}
+    size = layout.tier_bytes(layout.demand(context, context))
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])
 
 
@@ -71,7 +70,7 @@ class Plan:
         sequence_bytes: what one sequence takes.
         device_saving: device bytes of ``full`` over this policy's.
         largest_batch: number of sequences that fit.
-        reads: bytes per sequence of a step, in a layer that is not skipped.
+        reads: bytes per sequence of a step, in a layer of the first group.
         equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
         single: floor of a step with one sequence.
         largest: floor of a step with the largest batch; None if not even one sequence fits.
@@ -141,7 +140,7 @@ class Planner:
         offload = machine.kv_offload_gib > 0
         batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
         what = layout, self.context, self.hit_rate
-        reads, device_bandwidth = step_reads(*what), machine.device_bandwidth_tbs * 1e12
+        reads, device_bandwidth = step_reads(layout.main, *what[1:]), machine.device_bandwidth_tbs * 1e12
         attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
         weights = self.weight_bytes_read / device_bandwidth
 

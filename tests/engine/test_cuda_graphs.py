@@ -74,7 +74,7 @@ def steps(
         decode()
     # Of the first, whose prompt was long enough for one: how often others outgrow theirs differs by policy.
     segments = len(sequences[0].path)
-    assert segments == (0 if kv == "full" else 2 if engine.cache.layout.growth.learns else 1)
+    assert segments == (0 if kv == "full" else 2 if engine.cache.layout.learns else 1)
     return torch.cat(logits)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
@@ -219,3 +219,24 @@ def test_what_is_missing_is_named_where_transformers_is_not_installed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "ImportError: shadowkv.hf needs transformers 5 or later" in done.stderr
     assert "pip install 'shadowkv-engine[hf]'" in done.stderr
+
+
+def test_layers_with_a_window_attend_within_it() -> None:
+    config = Qwen2Config(
+        **{**TINY, "num_hidden_layers": 2},
+        sliding_window=100,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+    prompts = torch.randint(1, TINY["vocab_size"], (2, 300))
+    options = {"max_new_tokens": 40, "do_sample": False}
+    wanted = model.generate(prompts, **options)
+    model.set_attn_implementation("shadowkv")
+    assert torch.equal(
+        model.generate(prompts, past_key_values=ShadowKVCache(model, "full", max_model_len=MOST), **options), wanted
+    )

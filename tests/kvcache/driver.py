@@ -38,7 +38,7 @@ def make_cache(
     rope: RopeConfig | None = None,
 ) -> KVCache:
     layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
-    return cache_of(layout, rope or ROPE, slots=slots, memory=Blocks(device=blocks, host=blocks))
+    return cache_of(layout, rope or ROPE, slots=slots, memory=Blocks(dict.fromkeys(layout.paged, blocks)))
 
 
 def cache_of(
@@ -156,7 +156,7 @@ def rotate_plainly(x: Tensor, positions: Tensor, rope: RopeConfig | None = None)
 
 
 def plain_attention(stream: Stream, rope: RopeConfig | None = None) -> Tensor:
-    """Full causal attention over everything the stream gave, [tokens, layers, H_q, d]."""
+    """Causal attention over everything the stream gave that a layer's kind lets it see, [tokens, layers, H_q, d]."""
     n = stream.length
     position = torch.arange(n, device=DEVICE)
     result = []
@@ -164,6 +164,9 @@ def plain_attention(stream: Stream, rope: RopeConfig | None = None) -> Tensor:
         q, k = (rotate_plainly(x[layer, :n], position, rope) for x in (stream.q, stream.k))
         k, v = (x.repeat_interleave(SHAPE.group, dim=1) for x in (k, stream.v[layer, :n]))
         scores = torch.einsum("qhd,khd->hqk", q, k) / SHAPE.head_dim**0.5
-        scores = scores.masked_fill(torch.ones(n, n, device=q.device).triu(1).bool(), float("-inf"))
+        unseen = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        if SHAPE.kinds and (window := SHAPE.kinds[layer].window) is not None:
+            unseen |= torch.ones_like(unseen).tril(-window)
+        scores = scores.masked_fill(unseen, float("-inf"))
         result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.stack(result, dim=1)

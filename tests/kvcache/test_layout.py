@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spec import LLAMA, SMALL, specs, tokens
 
-from shadowkv.kvcache.memory.arenas import GRANULE
+from shadowkv.kvcache.memory.arenas import GRANULE, Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequences.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
+from shadowkv.kvcache.sequences.group_layout import LEAST_WASTE, GroupLayout, PageCount, pack
+from shadowkv.kvcache.sequences.layout import Layout
 
 
-def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    return Layout(spec, shape, dtype, 131072)
+def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> GroupLayout:
+    return Layout(spec, shape, dtype, 131072).main
 
 
 @specs
@@ -131,7 +132,7 @@ def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
 
 
 def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:
-    layout = Layout(spec, SMALL, torch.bfloat16, max_model_len, fetch_buffer)
+    layout = Layout(spec, SMALL, torch.bfloat16, max_model_len, fetch_buffer).main
     return layout.buffer_fields[0].shape[1] if layout.buffer_fields else 0
 
 

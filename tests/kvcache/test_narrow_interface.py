@@ -21,7 +21,7 @@ OUTSIDE = (
     "benchmarks",
     "robustness",
 )
-INSIDE = {"store", "pool", "sealing", "storing", "prefill", "decode", "planner", "parts"}
+INSIDE = {"groups", "pools", "store", "pool", "storing", "prefill", "decode", "parts"}
 SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}
 """The last belongs to evaluation, in the class that it derives from the cache."""
 

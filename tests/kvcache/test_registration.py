@@ -6,23 +6,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import driver
 import pytest
 import torch
 from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache import codecs, parts, plugins, presets
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
+from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import KeyPart
-from shadowkv.kvcache.parts.index_plain import Recent
+from shadowkv.kvcache.parts.index_plain import Exact, Recent
 from shadowkv.kvcache.parts.rows import DenseKeys, DenseValues
 from shadowkv.kvcache.plugins import PluginError, load_plugins
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.sequences.layout import Layout
 
 
 class Mine(Recent):
@@ -65,6 +71,39 @@ def test_parts_from_outside_serve_as_those_inside() -> None:
     for _ in range(3):
         decode(cache, [stream])
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=2e-5)
+
+
+class Learned(Exact):
+    """Scores by queries and keys that the model's own weights weigh, dimension by dimension."""
+
+    weights = ("index_scale",)
+
+    def logits(self, store: Any, layer: int, q: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().logits(store, layer, q * store.weights[layer]["index_scale"], batch)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its group's layers; without them there is no cache."""
+    monkeypatch.setattr(driver, "SHAPE", replace(SHAPE, num_layers=4))
+    parts.register("index", "learned", Learned)
+    spec = KVSpec(index="learned", chunk=1, budget=16, skip_layers=ends)
+    layout = Layout(spec, driver.SHAPE, torch.float32, 1000)
+    memory, ops = Blocks(dict.fromkeys(layout.paged, 60)), choose_ops(layout, driver.ROPE, "cpu")
+
+    def last_step(*scales: float) -> torch.Tensor:
+        weights = [{"index_scale": torch.full((driver.SHAPE.head_dim,), scale)} for scale in scales]
+        cache = KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops, weights=weights)
+        stream = Stream(0, cache.allocate(500, 600))
+        prefill(cache, [(stream, 500)])
+        decode(cache, [stream])
+        return stream.output()[-1]
+
+    outputs = last_step(1.0, 1.0, 1.0, 1.0), last_step(1.0, -1.0, 1.0, 1.0)
+    differ = [not torch.equal(*of_layer) for of_layer in zip(*outputs, strict=True)]
+    assert differ == [False, True, False, False]
+    with pytest.raises(ValueError, match=f"layer {ends} of the model has no index_scale"):
+        KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops)
 
 
 @pytest.mark.parametrize(

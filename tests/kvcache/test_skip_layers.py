@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import driver
@@ -48,9 +48,8 @@ def _four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def poisoned(spec: KVSpec) -> KVCache:
     """A cache with NaN wherever nothing has been written."""
     cache = make_cache(spec, slots=16)
-    for tier in cache.store.tiers.values():
+    for tier in (tier for group in cache.groups for tier in group.store.tiers.values()):
         tier.arena.fill_(0xFF)
-        tier.skipped.fill_(0xFF)
     return cache
 
 
@@ -100,7 +99,7 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
     assert 0 < point < stream.length
     whole = cache.snapshots.export(stream.sequence)
     header = SnapshotHeader.from_json(whole.header.to_json())
-    assert header == whole.header and header.runs == (1, header.nbytes)
+    assert header == whole.header and header.further and header.runs == (1, header.nbytes)
     spans = [header.span(layer) for layer in range(SHAPE.num_layers)]
     assert all(one.stop == other.start for one, other in pairwise(spans)) and spans[-1].stop == len(whole.data[0])
     stream.outputs = []
@@ -138,16 +137,26 @@ def test_headers_that_contradict_themselves_are_refused_and_those_from_before_ar
     stream = Stream(0, cache.allocate(400, 400))
     prefill(cache, [(stream, 400)])
     header = cache.snapshots.describe(stream.sequence)
-    (tokens,) = header.exact_fields
-    shorter = replace(tokens, shape=(2, 399, *tokens.shape[2:]))
-    wrong = {"skip_layers": 3}, {"skip_layers": 0}, {"exact_fields": ()}, {"exact_fields": (tokens, tokens)}
-    for changes in (*wrong, {"exact_fields": (shorter,)}, {"exact_fields": (replace(tokens, dtype="int9"),)}):
+    (ends,) = header.further
+    assert (header.layers, ends.layers) == ((1, 2), (0, 3))
+    wrong = [{"layers": (1,)}, {"layers": (0, 1)}, {"layers": ()}, {"further": [asdict(ends)] * 2}]
+    others = {"start": 64, "num_layers": 5, "form": "0" * 64, "layers": (), "further": [asdict(ends)]}
+    wrong += [{"further": [asdict(ends) | {name: value}]} for name, value in others.items()]
+    for changes in (*wrong, {"further": ()}):
         with pytest.raises(ValueError, match="this is no header of a snapshot"):
-            replace(header, **changes)
-    plain = replace(header, skip_layers=0, exact_fields=())
+            SnapshotHeader.from_json(json.dumps(asdict(header) | changes))
+    plain = replace(header, layers=(), further=())
     before = json.loads(plain.to_json())
+    assert (before["skip_layers"], before["exact_fields"]) == (0, [])
     del before["skip_layers"], before["exact_fields"]
     assert SnapshotHeader.from_json(json.dumps(before)) == plain
+    with pytest.raises(ValueError, match="not an object with exactly"):
+        SnapshotHeader.from_json(json.dumps(before | {"skip_layers": 1}))
+    nested = before
+    for _ in range(200):
+        nested = before | {"further": [nested]}
+    with pytest.raises(ValueError, match=r"nested too deeply|has groups"):
+        SnapshotHeader.from_json(json.dumps(nested))
 
 
 @pytest.mark.parametrize("length", [300, 900])

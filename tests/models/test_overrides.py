@@ -133,6 +133,7 @@ VALUES: dict[str, Any] = {
     "attention_bias": True,
     "sliding_window": 9,
     "use_sliding_window": False,
+    "layer_types": ["full_attention", "sliding_attention"],
 }
 """Another value than the tiny models' of every field that some family reads."""
 

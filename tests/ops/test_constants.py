@@ -9,7 +9,7 @@ from compiled_source import CSRC, compiled
 
 from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.parts import keys_mixed
-from shadowkv.kvcache.sequences.layout import MOST_ENTRIES
+from shadowkv.kvcache.sequences.group_layout import MOST_ENTRIES
 from shadowkv.ops import sampling
 from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded

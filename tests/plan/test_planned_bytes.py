@@ -59,7 +59,7 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
     planned = sequence_bytes(make_layout(SPECS[name]), context)
     cache.allocate(context, context)
     use, rows, row = cache.use(), (cache.total - cache.free)["segment_slots"], row_bytes(cache)
-    padding = 16 * SHAPE.num_layers * rows * len(cache.layout.buffer_fields)
+    padding = 16 * SHAPE.num_layers * rows * len(cache.layout.main.buffer_fields)
     taken = use["device"].used_bytes + use["states"].used_bytes + rows * row
     assert taken <= planned.device < taken + max(1, padding)
     assert planned.host == use["host"].used_bytes
@@ -71,13 +71,13 @@ def test_fixed_bytes_are_those_of_all_states_and_buffers(name: str, sequences: i
     cache = make_cache(SPECS[name], sequences, Blocks(device=1, host=1))
     count = cache.total["segment_slots"] + 1  # one for the rows that fill up a captured batch
     taken = cache.store.tiers["states"].arena.nbytes + count * row_bytes(cache)
-    padding = 16 * SHAPE.num_layers * count * len(cache.layout.buffer_fields)
+    padding = 16 * SHAPE.num_layers * count * len(cache.layout.main.buffer_fields)
     assert taken <= cache.layout.fixed_bytes(sequences) < taken + max(1, padding)
 
 
 def row_bytes(cache: KVCache) -> int:
     """Bytes of a segment's buffer of fetched values."""
-    fields = cache.layout.buffer_fields
+    fields = cache.layout.main.buffer_fields
     return sum(getattr(cache.store.buffer, field.name)[:, 0].nbytes for field in fields)
 
 
@@ -262,7 +262,7 @@ def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: i
 
 def test_reads_of_the_paper_on_its_model() -> None:
     layout = make_layout(preset("shadowkv"), LLAMA, torch.bfloat16)
-    reads = step_reads(layout, 131072, 0.6)
+    reads = step_reads(layout.main, 131072, 0.6)
     vector = 1024 * 2
     sealed, selected = 131072 - 64, 2048  # 64 tokens of tail: the local window of 32, up to a whole page
     assert reads.exact == (49 * 8 + 64) * 2 * vector
@@ -276,7 +276,7 @@ def test_reads_of_the_paper_on_its_model() -> None:
 
 def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> None:
     for fetch_buffer, share in ((2.0, 0.4), (0.0, 1.0)):
-        reads = step_reads(Layout(preset("turbo-host"), LLAMA, torch.bfloat16, 131072, fetch_buffer), 131072, 0.6)
+        reads = step_reads(Layout(preset("turbo-host"), LLAMA, torch.bfloat16, 131072, fetch_buffer).main, 131072, 0.6)
         codes, scale = 8 * 48, 8 * 2  # scales are on the device
         assert reads.host_values == pytest.approx(share * 2048 * codes)
         assert reads.values == pytest.approx(2048 * ((1 - share) * codes + scale))
@@ -284,10 +284,10 @@ def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> Non
 
 def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
     layout = make_layout(preset("turbo"), LLAMA, torch.bfloat16)
-    fields = {field.name: field.nbytes for field in layout.state_fields}
+    fields = {field.name: field.nbytes for field in layout.main.state_fields}
     unread = fields["sketch_mean"] + fields["sketch_key_map"]
     assert fields["sketch_query_map"] == fields["sketch_key_map"] == 8 * 128 * 128 * 2
-    reads = step_reads(layout, 131072, 0.0)
+    reads = step_reads(layout.main, 131072, 0.0)
     assert reads.state == sum(fields.values()) - unread
 
 
@@ -295,13 +295,13 @@ def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
 def test_dense_sequences_read_all_of_themselves(name: str) -> None:
     layout = make_layout(SPECS[name])
     context = min(300, layout.spec.dense_limit)
-    reads = step_reads(layout, context, 0.6)
+    reads = step_reads(layout.main, context, 0.6)
     assert reads == StepReads(exact=context * 2 * SHAPE.kv_dim * 4)
 
 
 def test_selection_never_reads_more_than_there_is() -> None:
     layout = make_layout(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0))
-    spec, reads = layout.spec, step_reads(layout, 1000, 0.0)
+    spec, reads = layout.spec, step_reads(layout.main, 1000, 0.0)
     sealed = 64 * spec.sealed_pages(1000)
     assert reads.keys == sealed * spec.rank * 4
     assert reads.values == (sealed - spec.static_tokens) * SHAPE.kv_dim * 4

@@ -61,8 +61,9 @@ class CudaGraphs:
 
     def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
         """float32 logits [B, V]; overwritten by the next call with the same shapes."""
-        if plan.sealing is not None:
-            self._seal(plan.sealing)
+        for number, of_group in enumerate(plan.of_groups):
+            if of_group.sealing is not None:
+                self._seal(number, of_group.sealing)
         count, shape = len(tokens), self.cache.rounded(plan, self.max_batch)
         inputs = np.full((2, shape.shape[0]), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
@@ -85,9 +86,10 @@ class CudaGraphs:
         key = self.cache.rounded(plan, self.max_batch).shape
         return key in self.graphs or key in self.without
 
-    def _seal(self, numbers: np.ndarray) -> None:
-        padded = self.cache.padded_sealing(numbers)
-        self._run(padded.shape, padded, self.cache.seal_pages, self.cache.seal_pages)
+    def _seal(self, number: int, numbers: np.ndarray) -> None:
+        padded = self.cache.padded_sealing(number, numbers)
+        seal = functools.partial(self.cache.seal_pages, number)
+        self._run((number, *padded.shape), padded, seal, seal)
 
     def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> Any:
         captured = self.graphs.get(key)

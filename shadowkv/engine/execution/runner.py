@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
@@ -40,7 +40,7 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
-        self._kinds = kinds(self.layers, cache.layout.skips)
+        self._kinds = kinds(self.layers, [group for group, _ in cache.layout.places])
         self.sampler = Sampler(cache.ops)
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         together = model.group.size > 1
@@ -164,13 +164,13 @@ class Runner:
         return hidden, added
 
 
-def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[DecoderLayer]:
+def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
     """The first layer, to which nothing is added, and one of each form of the others: fp8 checkpoints may leave some
-    layers unquantized, and the cache ``skips`` some."""
+    layers unquantized, and the cache has ``groups`` of layers, by their numbers."""
     first_of: dict[tuple[object, ...], DecoderLayer] = {}
     for number, layer in enumerate(layers[1:], 1):
         form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
-        first_of.setdefault((skips(number), *form), layer)
+        first_of.setdefault((groups[number], *form), layer)
     return [*layers[:1], *first_of.values()]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
@@ -70,14 +71,15 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
 
     def seconds(layout: Layout, tokens: int) -> float:
         """Time of one token for each sequence in a full batch of sequences of ``tokens``."""
-        rows, need, unit = batch, layout.demand(tokens, tokens), layout.bytes_per_block()
+        rows, need = batch, layout.demand(tokens, tokens)
         if cache_bytes is not None:
-            rows = max(1, min(rows, cache_bytes // (need["device"] * unit["device"])))  # the others wait
+            pages = Blocks({kind: need[kind] for kind in layout.paged})
+            rows = max(1, min(rows, cache_bytes // layout.tier_bytes(pages)["device"]))  # the others wait
         reads = attention_seconds(layout, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
             return weights / rows + reads
-        once = (costs.fit if layout.growth.learns else 0.0) + costs.seal * tokens
-        layers = len(layout.compressed)
+        once = (costs.fit if layout.learns else 0.0) + costs.seal * tokens
+        layers = sum(group.shape.num_layers for group in layout.groups if group.spec.seals)
         return (weights + layers * costs.step) / rows + reads + layers * costs.row + once / ANSWER
 
     below = longest + 1

@@ -142,7 +142,12 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)
-        counts = ", ".join(f"{total[tier] // need[tier]} on the {tier}" for tier in ("device", "host") if need[tier])
+        fitting: dict[str, int] = {}
+        for kind in cache.layout.paged:
+            if need[kind]:
+                tier, count = kind.rpartition(" ")[2], total[kind] // need[kind]
+                fitting[tier] = min(count, fitting.get(tier, count))
+        counts = ", ".join(f"{count} on the {tier}" for tier, count in fitting.items())
         lines.append(f"fits    sequences of {counted(length, 'token')}: {counts}")
     return lines
 

@@ -16,6 +16,7 @@ from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.sparse import SPARSE_FROM
+from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
@@ -33,6 +34,9 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 
 HOST_SHARE = 0.5
 """Largest share of the free host memory that values take by default."""
+
+SHORTER = 8
+"""Sequences that are so much shorter than the longest one are what memory for windows is shared out for."""
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 """Host memory for what is in transit between device and disk, where ``kv_offload_gib`` asks for none: that many copies
@@ -100,12 +104,17 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     Logits in float32, scratch of sampling, what parts decode of a sequence's state, one layer at a time, and scratch of
     fetches: as another stream uses it, a graph keeps it for each of its layers.
     """
-    least = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + sum(part.reading_bytes() for part in layout.parts)
+    reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
+    fetching = sum(map(_fetching_bytes, layout.groups))
+    return GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + reading + fetching
+
+
+def _fetching_bytes(layout: GroupLayout) -> int:
+    """Scratch of a sequence's fetches in a group of layers."""
     if not layout.fetched_bytes:
-        return least
-    spec, heads = layout.spec, layout.shape.num_kv_heads
-    selected = int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
-    return least + layout.shape.num_layers * scratch_bytes(heads * selected, layout.fetched_bytes)
+        return 0
+    selected = int(layout.spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
+    return layout.shape.num_layers * scratch_bytes(layout.shape.num_kv_heads * selected, layout.fetched_bytes)
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
@@ -116,7 +125,8 @@ def _stored(tokens: int, shape: ModelShape) -> int:
 def storing_bytes(layout: Layout) -> int:
     """Device bytes that parts take to fit states and to seal pages, one after the other."""
     tokens = _stored(layout.max_model_len, layout.shape)
-    return max(max(part.fitting_bytes(tokens), part.sealing_bytes()) for part in layout.parts)
+    parts = [part for group in layout.groups for part in group.parts]
+    return max(max(part.fitting_bytes(tokens), part.sealing_bytes()) for part in parts)
 
 
 def tables_bytes(layout: Layout) -> int:
@@ -177,14 +187,17 @@ def largest_batch(
         host_bytes: None is unlimited.
         offload: whether cached prompts are copied to host memory.
     """
-    need, unit = layout.demand(start, capacity), layout.bytes_per_block()
+    need = layout.demand(start, capacity)
+    pages = layout.tier_bytes(Blocks({kind: need[kind] for kind in layout.paged}))
 
     def too_many(batch: int) -> bool:
-        pages = batch * need["device"] * unit["device"]
-        return pages + layout.fixed_bytes(batch) + working_bytes(model, layout, batch, offload) > device_bytes
+        return (
+            batch * pages["device"] + layout.fixed_bytes(batch) + working_bytes(model, layout, batch, offload)
+            > device_bytes
+        )
 
     device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
-    of_host = need["host"] * unit["host"]
+    of_host = pages["host"]
     host = host_bytes // of_host if of_host and host_bytes is not None else None
     return LargestBatch(device, host, device if host is None else min(device, host))
 
@@ -215,31 +228,30 @@ def size_cache(
     host_free -= offload
     device_bytes, in_use = _device_bytes(config, layout, device, model, host_free)
     host_bytes = int(host_free * HOST_SHARE if config.host_memory_gib is None else config.host_memory_gib * GIB)
-    unit = layout.bytes_per_block()
 
     def left(layout: Layout) -> int:
         """Device bytes for pages."""
         return max(0, device_bytes - layout.fixed_bytes(slots))
 
-    def have(layout: Layout) -> Blocks:
-        return Blocks(device=left(layout) // unit["device"], host=host_bytes // unit["host"] if unit["host"] else 0)
+    def have(tokens: int) -> Blocks:
+        """Blocks of each tier if sequences have up to ``tokens``."""
+        return _shared_out(layout, tokens, slots, Blocks(device=left(layout.resized(tokens)), host=host_bytes))
 
     longest = layout.max_model_len
-    while longest and not _demand(layout, longest).within(have(layout.resized(longest))):
+    while longest and not _demand(layout, longest).within(have(longest)):
         longest = longest // 2 if config.max_model_len is None else 0
     if not longest:
-        need = _demand(layout, layout.max_model_len)
+        size = layout.tier_bytes(_demand(layout, layout.max_model_len))
         raise OutOfMemory(
             f"one sequence of {counted(layout.max_model_len, 'token')} needs "
-            f"{in_words(need['device'] * unit['device'])} of device and "
-            f"{in_words(need['host'] * unit['host'])} of host memory for its KV cache; there are "
-            f"{in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
+            f"{in_words(size['device'])} of device and {in_words(size['host'])} of host memory for its KV cache; there "
+            f"are {in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
             "max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
             config.names(),
         )
-    need, most = _demand(layout, longest), have(layout.resized(longest))
-    blocks = Blocks({tier: min(most[tier], slots * need[tier]) for tier in most})
-    taken = blocks["host"] * unit["host"]
+    need, most = _demand(layout, longest), have(longest)
+    blocks = Blocks({kind: min(most[kind], slots * need[kind]) for kind in most})
+    taken = layout.tier_bytes(blocks)["host"]
     if taken > host_free:  # it would be granted, and the process killed later
         beside = f" beside the {in_words(offload)} for copies of cached prompts" if offload else ""
         raise OutOfMemory(
@@ -248,6 +260,30 @@ def size_cache(
             config.names(),
         )
     return blocks, longest
+
+
+def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:
+    """Blocks of each tier, of ``tiers`` bytes: groups of layers get what they need of sequences of ``tokens``.
+
+    A window takes as much of a shorter sequence, of which there may be more: there is room for as many windows as there
+    is for such sequences.
+    """
+    need = _demand(layout, tokens)
+    windows, growing = (
+        Blocks({kind: count for kind, count in need.items() if (kind in layout.bounded) == bounded})
+        for bounded in (True, False)
+    )
+    sizes, rest, blocks = layout.tier_bytes(growing), tiers, Blocks()
+    if windows:
+        shorter, each = layout.tier_bytes(_demand(layout, -(-tokens // SHORTER))), layout.tier_bytes(windows)
+        fitting = [tiers[tier] // shorter[tier] for tier in tiers if shorter[tier]]
+        beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]  # one of the longest
+        blocks = Blocks({kind: max(1, min(slots, *fitting, *beside)) * count for kind, count in windows.items()})
+        rest = tiers - layout.tier_bytes(blocks)
+    for kind, count in growing.items():
+        tier = kind.rpartition(" ")[2]
+        blocks[kind] = max(0, rest[tier]) * count // sizes[tier] if sizes[tier] else 0
+    return blocks
 
 
 def _device_bytes(
@@ -266,9 +302,9 @@ def _device_bytes(
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:
-    """Blocks per tier for the pages of ``capacity`` tokens."""
+    """Blocks of each tier for the pages of ``capacity`` tokens."""
     need = layout.most_demand(capacity)
-    return Blocks({tier: need[tier] for tier in ("device", "host")})
+    return Blocks({kind: need[kind] for kind in layout.paged})
 
 
 def prefixes_in_words(config: EngineConfig, layout: Layout) -> str:

@@ -58,9 +58,9 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     free -= prefill_bytes(loaded.config, capacity, loaded.model.dtype) + max(map(storing_bytes, layouts))
     device = host = 0
     for layout in layouts:
-        need, unit = _blocks(layout), layout.bytes_per_block()
-        device += sum(need[kind] * unit[kind] for kind in ("device", "segment_slots", "states"))
-        host += need["host"] * unit["host"]
+        size = layout.tier_bytes(_blocks(layout))
+        device += sum(size[kind] for kind in ("device", "segment_slots", "states"))
+        host += size["host"]
     fitting = free // device
     if host:
         fitting = min(fitting, int(free_host_bytes() * HOST_SHARE) // host)

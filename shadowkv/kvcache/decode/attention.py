@@ -20,12 +20,12 @@ from shadowkv.kvcache.sealing.pages import Sealing
 from shadowkv.kvcache.sequences.store import Store
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
-"""Sees layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
-to."""
+"""Sees the layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
+to. Layers are counted as the model does."""
 
 
 class Decode:
-    """The decode half of the cache.
+    """The decode half of a group of layers, which are counted within it.
 
     Attributes:
         hook: public hook for selections; to be set before steps are captured in graphs.
@@ -50,11 +50,11 @@ class Decode:
             if plan.sealing is not None:
                 self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
             numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
-        return batch_of(plan, numbers, self.spec, self.sealing.tables)
+        return batch_of(plan, numbers, self.spec, self.sealing.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
-        if batch.sealed is None or self.fetching is not None or self.store.layout.skips(layer):
+        if batch.sealed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the same stream as exact attention, which reads them
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
@@ -67,9 +67,6 @@ class Decode:
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
         """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it."""
         q = self.apply_rope(q, batch)
-        if batch.whole is not None and self.store.layout.skips(layer):
-            exact: Tensor = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], *batch.whole)[0]
-            return lambda: exact
         if batch.sealed is not None and self.fetching is not None:
             return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
         out = self._attend(layer, q, batch)
@@ -77,7 +74,7 @@ class Decode:
 
     def _select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         selected = self.parts.index.select(self.store, layer, q, batch)
-        return selected if self.hook is None else self.hook(layer, q, batch, selected)
+        return selected if self.hook is None else self.hook(self.store.layout.layers[layer], q, batch, selected)
 
     def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
         if batch.sealed is None:
@@ -93,7 +90,11 @@ class Decode:
         self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
 
     def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
-        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        pages = self.store.k[layer], self.store.v[layer], batch.pages
+        if batch.starts is None:
+            out, lse = self.ops.paged_attention(q, *pages, batch.counts)
+        else:
+            out, lse = self.ops.paged_window_attention(q, *pages, batch.starts, batch.counts)
         return out, lse
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

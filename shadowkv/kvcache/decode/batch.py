@@ -55,6 +55,7 @@ class DecodePlan:
         micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
             fetched while another computes.
         sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
+        further: plans of the same step for further groups of layers, where this is the first's.
     """
 
     sequences: SequenceNumbers
@@ -65,21 +66,39 @@ class DecodePlan:
     max_budget: int
     micro_batches: int = 1
     sealing: np.ndarray | None = None
+    further: tuple[DecodePlan, ...] = ()
+
+    @property
+    def of_groups(self) -> tuple[DecodePlan, ...]:
+        """The plans of all groups."""
+        return (self, *self.further)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Determines the shapes of all tensors of a step."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+        own = (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+        return sum((plan.shape for plan in self.further), own)
 
     def packed(self) -> np.ndarray:
-        """All numbers in one array, int64 [n]."""
+        """All numbers in one array, int64 [n]: first its own, then those of further groups."""
         of_sequence = () if self.of_sequence is None else (self.of_sequence.ravel(),)
-        return np.concatenate((*self.sequences, *self.segments, *of_sequence))
+        further = (plan.packed() for plan in self.further)
+        return np.concatenate((*self.sequences, *self.segments, *of_sequence, *further))
+
+    def split(self, numbers: Tensor) -> list[Tensor]:
+        """``numbers`` int64 [n], packed by a plan of this shape, on any device: those of each group."""
+        return list(numbers.split([plan._count for plan in self.of_groups]))
+
+    @property
+    def _count(self) -> int:
+        """Its own numbers."""
+        of_sequence = 0 if self.of_sequence is None else self.of_sequence.size
+        return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        """Splits its own ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -94,14 +113,14 @@ class DecodeBatch:
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], names of the exact pages.
         counts: int64 [B, E], valid tokens of each exact page, the new one included.
+        starts: int64 [B, E], with a window, the first token of each page that is in it, of those; else None.
         write_page: int64 [B], name of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
-        whole: for skipped layers, names of all pages of a sequence, sealed ones and those of its tail, int64 [B, S],
-            and valid tokens of each, int64 [B, S]; None where no layer is skipped or no row has sealed pages.
         sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
         of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
             at most one.
+        further: the same tokens in further groups of layers, where this is the first.
     """
 
     positions: Tensor
@@ -112,7 +131,8 @@ class DecodeBatch:
     sealed: SealedBatch | None
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
-    whole: tuple[Tensor, Tensor] | None = None
+    further: tuple[DecodeBatch, ...] = ()
+    starts: Tensor | None = None
 
     def of_sealed(self, x: Tensor) -> Tensor:
         """[R, ...] of [B, ...], for the rows of ``sealed``."""
@@ -134,22 +154,23 @@ class DecodeBatch:
             self.write_page[rows],
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
-            whole=None if self.whole is None else (self.whole[0][rows], self.whole[1][rows]),
+            further=tuple(batch._rows(rows) for batch in self.further),
+            starts=None if self.starts is None else self.starts[rows],
         )
 
 
-def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) -> DecodeBatch:
+def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
     """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
     are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
     shapes."""
     sequences, segments, of_sequence = plan.unpacked(numbers)
     slot, length, _, ring, static_pages = sequences
     pages = tables.exact[slot, : plan.exact_pages].long()
-    counts = _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
-    sealed = sequence = whole = None
+    starts, counts = None, _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
+    if window is not None:
+        starts, counts = _in_window(length, ring, plan.exact_pages, window)
+    sealed = sequence = None
     if plan.sealed_pages:
-        if spec.skip_layers:
-            whole = _whole(plan, segments, of_sequence, pages, counts, static_pages, tables)
         # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
         # which only a GPU uses, are cut by rows of the whole batch.
         compressed = segments.end > segments.first
@@ -168,28 +189,8 @@ def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables) ->
         sealed,
         sequence,
         of_sequence,
-        whole,
+        starts=starts,
     )
-
-
-def _whole(
-    plan: DecodePlan,
-    segments: SegmentNumbers,
-    of_sequence: Tensor | None,
-    pages: Tensor,
-    counts: Tensor,
-    static_pages: Tensor,
-    tables: Tables,
-) -> tuple[Tensor, Tensor]:
-    """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
-    and outliers count 0 tokens: these are in the sealed ones."""
-    sealed = tables.pages[segments.slot, : plan.sealed_pages].long()
-    page = torch.arange(plan.sealed_pages, device=sealed.device)
-    filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
-    if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
-        sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
-    static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
-    return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
 
 
 def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
@@ -224,3 +225,13 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
     tail = (length + 1 - sealed)[:, None]
     counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
     return counts.clamp(0, PAGE)
+
+
+def _in_window(length: Tensor, ring_pages: Tensor, width: int, window: int) -> tuple[Tensor, Tensor]:
+    """The first token of each page [B, E] of rings [B] that is in the window of the token at position ``length`` [B],
+    and the one after the last."""
+    column, newest = torch.arange(width, device=length.device), (length // PAGE)[:, None]
+    page = newest - (newest - column) % ring_pages[:, None]  # its number in the sequence, below 0 where it has none
+    seen = (page >= 0) & (column < ring_pages[:, None])
+    first, last = (length - window + 1)[:, None] - PAGE * page, (length + 1)[:, None] - PAGE * page
+    return first.clamp(0, PAGE), last.clamp(0, PAGE).where(seen, 0)

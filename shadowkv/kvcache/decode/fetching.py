@@ -60,7 +60,6 @@ class Fetching:
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
         (field,) = store.layout.host_fields
         self.store, self._counters, self._host = store, of_all_layers.counters, store.page[field.name]
-        self._first = store.layout.compressed.start
         self._buffers = [
             ChunkBuffer(
                 counters=of_all_layers.counters, **{name: getattr(of_all_layers, name)[layer] for name in per_layer}
@@ -87,7 +86,7 @@ class Fetching:
 
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches those of the selected chunks int64 [B, H, k] of ``source`` that the buffer lacks."""
-        buffer = self._buffers[layer - self._first]
+        buffer = self._buffers[layer]
         where = self._host[layer], batch.value_pages, batch.slots
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()

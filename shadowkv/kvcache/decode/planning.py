@@ -89,7 +89,10 @@ class DecodePlanner:
             segments = max(segments, at.segments + after.fits)
             static = len(sequence.static) if at.segments else self.spec.static_pages
             compressed = static + len(sequence.ring)
-            exact = max(exact, compressed if after.tokens else length // PAGE + 1)
+            dense = length // PAGE + 1
+            if sequence.window is not None:
+                dense = min(dense, len(sequence.dense))
+            exact = max(exact, compressed if after.tokens else dense)
             sealed = max(sealed, after.tokens)
         if segments > 1:
             return None

@@ -4,8 +4,7 @@ A block of the device tier is one exact page (64 tokens of K and V) or as many s
 short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
 byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
 granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of
-fitted states are named by their numbers. Layers that a policy skips have the same names further apart, so that an exact
-page fits where others have a sealed one.
+fitted states are named by their numbers.
 """
 
 from __future__ import annotations
@@ -136,17 +135,15 @@ class BlockPool:
 
 
 class Tier(BlockPool):
-    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``, and the same for layers with larger blocks.
+    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``.
 
     Args:
         device: where the arena's tensors can be used. For ``pinned`` memory, which is host memory, that is the GPU that
             reads and writes it across the bus.
         paged: whether blocks are divided into pages, so that names count granules; else they count blocks.
-        skipped_layers, skipped_bytes: number of additional layers with blocks of another size, and that size.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
-        skipped: uint8 [skipped_layers, more bytes].
     """
 
     def __init__(
@@ -158,14 +155,11 @@ class Tier(BlockPool):
         device: torch.device,
         pinned: bool = False,
         paged: bool = True,
-        skipped_layers: int = 0,
-        skipped_bytes: int = 0,
     ) -> None:
-        self.num_layers, self.block_bytes, self.skipped_bytes = num_layers, block_bytes, skipped_bytes
-        self.bytes_per_block = num_layers * block_bytes + skipped_layers * skipped_bytes
+        self.num_layers, self.block_bytes = num_layers, block_bytes
+        self.bytes_per_block = num_layers * block_bytes
         try:
             self.arena = _allocate((num_layers, (num_blocks + 1) * block_bytes), device, pinned)
-            self.skipped = _allocate((skipped_layers, (num_blocks + 1) * skipped_bytes), device, pinned)
         except (RuntimeError, MemoryError) as error:
             gib = num_blocks * self.bytes_per_block / 2**30
             raise MemoryError(f"cannot allocate {gib:.1f} GiB for the {name} tier of the KV cache: {error}") from error
@@ -183,21 +177,12 @@ class Tier(BlockPool):
 
     def views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
         """For each field, the view ``[num_layers, names, *shape]`` of pages with ``fields`` laid out in order."""
-        return _views(self.arena, self.block_bytes // self.step, fields)
-
-    def skipped_views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """The same for skipped layers, ``[skipped_layers, names, *shape]``."""
-        return _views(self.skipped, self.skipped_bytes // self.step, fields)
-
-
-def _views(arena: Tensor, apart: int, fields: Sequence[Field]) -> dict[str, Tensor]:
-    """Views of an arena uint8 [layers, bytes] in which names are ``apart`` bytes apart."""
-    views: dict[str, Tensor] = {}
-    offset = 0
-    for field in fields:
-        views[field.name] = _view(arena, apart, offset, field)
-        offset += field.nbytes
-    return views
+        views: dict[str, Tensor] = {}
+        offset, apart = 0, self.block_bytes // self.step
+        for field in fields:
+            views[field.name] = _view(self.arena, apart, offset, field)
+            offset += field.nbytes
+        return views
 
 
 def _view(arena: Tensor, apart: int, offset: int, field: Field) -> Tensor:

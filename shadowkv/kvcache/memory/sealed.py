@@ -4,9 +4,8 @@ a batch's rows have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,58 +16,18 @@ from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sampling import Sampling
 
 
-class ByLayer:
-    """Acts as a tensor [num_layers, ...] in which some layers may be missing, or stored elsewhere than others.
-
-    Args:
-        runs: for each run of layers that are alike, those layers and their tensor [layers, ...].
-    """
-
-    def __init__(self, runs: Iterable[tuple[range, Tensor]]) -> None:
-        self._runs = list(runs)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._runs[0][1].dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the first run's tensor."""
-        return self._runs[0][1].shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """What a tensor gives for a layer, for a slice of layers of one run, or for either with further indices; ``:``
-        requires a single run and stands for its layers."""
-        layers, *more = index if isinstance(index, tuple) else (index,)
-        if not isinstance(layers, slice):
-            first, tensor = self._run_of(int(layers))
-            where = int(layers) - first, *more
-        elif layers == slice(None):
-            ((_, tensor),) = self._runs
-            where = layers, *more
-        else:
-            first, tensor = self._run_of(layers.start)
-            assert layers.stop - first <= len(tensor), "layers of several runs"
-            where = slice(layers.start - first, layers.stop - first), *more
-        return tensor[where]
-
-    def _run_of(self, layer: int) -> tuple[int, Tensor]:
-        for run, tensor in self._runs:
-            if layer in run:
-                return run.start, tensor
-        raise IndexError(f"layer {layer} is none of {[run for run, _ in self._runs]}")
-
-
 class SealedStore:
-    """Tensors by name and layer, for the layers that the policy does not skip, and what else parts compute with.
+    """Tensors by name and layer of a group of layers, and what else parts compute with.
 
     Args:
         head_dim: the size of the fixed rotations.
         across_bus: the names of the fields of ``page`` that are in the host's memory.
+        weights: for each layer, what the model has for the policy's parts, by name.
 
     Attributes:
         ops: the cache's ops.
         rotary: tables for the positions of its tokens.
+        layers: which layers of the model they are: parts count those of the group.
         compute: the device that it computes on.
         page: per field [num_layers, names, *field.shape], sealed pages.
         state: per field [num_layers, states, *field.shape], fitted states.
@@ -78,14 +37,16 @@ class SealedStore:
         self,
         ops: Ops,
         rotary: RotaryTables,
+        layers: tuple[int, ...],
         compute: torch.device,
         head_dim: int,
-        page: Mapping[str, Tensor | ByLayer],
-        state: Mapping[str, Tensor | ByLayer],
+        page: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
         across_bus: Collection[str],
+        weights: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
-        self.ops, self.rotary, self.compute = ops, rotary, compute
-        self.page, self.state = page, state
+        self.ops, self.rotary, self.layers, self.compute = ops, rotary, layers, compute
+        self.page, self.state, self.weights = page, state, weights
         self._head_dim, self._across_bus = head_dim, across_bus
         self._rotations: dict[str, Tensor] = {}
 

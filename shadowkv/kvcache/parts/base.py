@@ -122,10 +122,12 @@ class Part(ABC):
         ops: the ops that it calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
         diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller,
             the worse.
+        weights: names of what a checkpoint has to bring for it in every layer (``SealedStore.weights``).
     """
 
     ops: ClassVar[tuple[str, ...]] = ()
     diagnostics: ClassVar[tuple[str, ...]] = ()
+    weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec

@@ -92,12 +92,13 @@ class Sketch(IndexPart):
 
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
+        number = store.layers[layer]  # layers sample apart
         k, sealed = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         coarse = store.ops.sign_scores(queries, signs, scale, *sealed)
         return Selection(
             *store.ops.select_by_sketch(
-                queries, coarse, signs, rest, scale, *sealed, batch.budget, self.spec.chunk, k, batch.sampling, layer
+                queries, coarse, signs, rest, scale, *sealed, batch.budget, self.spec.chunk, k, batch.sampling, number
             )
         )
 

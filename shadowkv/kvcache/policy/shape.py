@@ -6,22 +6,43 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """What a layer's attention sees.
+
+    Attributes:
+        window: newest tokens that a query attends to, its own included; None for all.
+    """
+
+    window: int | None = None
+
+    def __str__(self) -> str:
+        return "full attention" if self.window is None else f"a window of {self.window}"
+
+
+FULL = LayerKind()
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder's attention; all layers are alike.
+    """Sizes of the attention of a decoder, or of some of its layers; all have the same.
 
     Attributes:
         num_layers: decoder layers.
         num_query_heads: query heads per layer.
         num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
         head_dim: dimensions of one head.
+        kinds: the kind of every layer; empty where all of them see everything.
     """
 
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
+    kinds: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kinds and len(self.kinds) != self.num_layers:
+            raise ValueError(f"{len(self.kinds)} layers have a kind, of {self.num_layers}")
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

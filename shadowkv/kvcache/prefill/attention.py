@@ -8,6 +8,8 @@ block by block with merged softmax, or sparsely.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -17,34 +19,46 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import NewTokens, PrefillBatch, PrefillBlock, Run
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sealing.storing import Storing
+from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, Store
 from shadowkv.ops.attend_selected.sources import DenseRows
 
 
 class Prefill:
-    """The prefill half of the cache.
+    """The prefill half of a group of layers, which are counted within it.
 
     Attributes:
         sparse: attention over blocks of keys, where the policy's prefill is sparse.
     """
 
-    def __init__(self, store: Store, storing: Storing) -> None:
-        self.store, self.storing, self.ops = store, storing, store.ops
-        self.layout, self.spec = store.layout, store.layout.spec
+    def __init__(self, store: Store, storing: Storing, sparse: SparsePrefill | None) -> None:
+        self.store, self.storing, self.ops, self.sparse = store, storing, store.ops, sparse
+        self.layout = store.layout
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
-        sparse = self.spec.prefill == "sparse"
-        self.sparse = SparsePrefill(self.ops, store.compute, self.spec.prefill_error) if sparse else None
 
-    def batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:
-        """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
+    def batch(
+        self,
+        sequences: list[tuple[CachedSequence, int]],
+        bounds: Collection[int] = (),
+        packed: PrefillBatch | None = None,
+    ) -> PrefillBatch:
+        """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains.
+
+        Args:
+            bounds: layers of the model that are not stored together with the one before.
+            packed: the same tokens, of another group or cache, whose scratch is used.
+        """
+        planner, layout, store = self.storing.planner, self.layout, self.store
+        runs = neighbours(layout.layers, bounds)
+        if packed is not None:
+            return packed.of([sequence for sequence, _ in sequences], planner, runs)
         new, start = [], 0
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        planner, layout, store = self.storing.planner, self.layout, self.store
-        return PrefillBatch(new, planner, store.compute, layout.shape, store.k.dtype, layout.runs)
+        return PrefillBatch(new, planner, store.compute, layout.shape, store.k.dtype, runs)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
@@ -133,6 +147,9 @@ class Prefill:
         return tuple(segment.names for segment in batch.plan_of(new).cached) or None
 
     def _attend_runs(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        if self.layout.window is not None:
+            (run,) = runs
+            return self._attend_window(layer, q, batch, run, self.layout.window)
         if len(runs) > 1:
             return self._attend_cached(layer, q, batch, runs)
         (run,) = runs
@@ -149,7 +166,28 @@ class Prefill:
         if sparse is None:
             return self.ops.causal_attention(q, k, v)
         self._rebuild(layer, cached, k[:sealed], v[:sealed])
-        return sparse.attend(layer, q, k, v, new.stop - run.stop)
+        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop)
+
+    def _attend_window(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, window: int) -> Tensor:
+        """Attention of a run within the window."""
+        new, rows = run.alone, slice(run.start, run.stop)
+        if new is None:
+            keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+            if run.longest <= window:
+                return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+            bounds = pairwise(cast(Tensor, run.cu_seqlens).tolist())
+            attend = self.ops.causal_window_attention
+            return torch.cat([attend(q[a:b], keys[a:b], values[a:b], window) for a, b in bounds])
+        before = run.start - new.start  # new tokens of the sequence that come before
+        if before >= window or not new.cached:
+            rows = slice(max(new.start, run.start - window), run.stop)
+            k, v = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+        else:
+            k, v = self._behind_exact_tail(layer, batch, new, run.stop)
+        seen = len(q) + window
+        if len(k) <= window:
+            return self.ops.causal_attention(q, k, v)
+        return self.ops.causal_window_attention(q, k[-seen:], v[-seen:], window)
 
     def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
         """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
@@ -178,7 +216,7 @@ class Prefill:
         if not new.cached:
             return keys, values
         if new.sequence.pending_layers is not None:
-            new.sequence.pending_layers.wait(layer)
+            new.sequence.pending_layers.wait(self.layout.layers[layer])
         tail = batch.plan_of(new).tail
         k, v = (
             self._behind_tail(pages[layer], tail, rows, room)

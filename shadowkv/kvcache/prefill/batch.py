@@ -68,6 +68,9 @@ class ToStore:
 class PrefillBatch:
     """New tokens of one or a few sequences, packed, and their keys and values in the layers that are stored together.
 
+    It is that of one group of layers, which are counted within the group. Groups have scratch in common: all tokens of
+    neighbouring layers are stored before other layers are computed.
+
     Attributes:
         new: tokens of each sequence, in order.
         positions: int64 [T].
@@ -76,7 +79,8 @@ class PrefillBatch:
         keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
         queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
         last: int64 [Q], the rows of the batch that those belong to.
-        runs: layers that are alike: only those are stored together.
+        runs: layers that follow one another in the model: only those are stored together.
+        further: the same tokens in further groups of layers, where this is the first.
         storing: the layer during whose last attention new sequences are being stored, or were last.
     """
 
@@ -90,6 +94,7 @@ class PrefillBatch:
         runs: Sequence[range],
     ) -> None:
         self.new, self.runs, self._planner = new, runs, planner
+        self.further: tuple[PrefillBatch, ...] = ()
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
@@ -114,9 +119,11 @@ class PrefillBatch:
         self._to_store: dict[bool, ToStore] = {}
         self._together: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
 
-    def of(self, sequences: list[CachedSequence], planner: StoragePlanner) -> PrefillBatch:
-        """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
+    def of(self, sequences: list[CachedSequence], planner: StoragePlanner, runs: Sequence[range]) -> PrefillBatch:
+        """The same new tokens as those of other sequences, of another group of layers or empty ones of another cache;
+        keys and values are shared."""
         other = copy(self)
+        other.runs, other.further, other.storing = runs, (), None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
         other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other
@@ -198,7 +205,8 @@ class PrefillBatch:
         """Tokens ``start`` to ``stop`` of the batch."""
         kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
         runs = tuple(self._runs(start, stop))
-        return PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
+        block = PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
+        return replace(block, further=tuple(replace(block, batch=batch) for batch in self.further))
 
     def newest(self) -> list[PrefillBlock]:
         """The last tokens of each sequence, whose queries are kept."""
@@ -246,6 +254,7 @@ class PrefillBlock:
         runs: its tokens, by what attends together.
         kept: rows of the batch's ``queries`` that belong to its tokens.
         last: int64, which of its tokens those are.
+        further: the same tokens in further groups of layers, where this is the first.
     """
 
     batch: PrefillBatch
@@ -254,6 +263,7 @@ class PrefillBlock:
     runs: tuple[Run, ...]
     kept: slice
     last: Tensor
+    further: tuple[PrefillBlock, ...] = ()
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
@@ -265,11 +275,12 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
         return slice(start, stop), ExactRows(pages, offsets)
 
     for new, plan in planned:
-        if together and (plan.sealed or new.start != stop):
+        first = new.stop - len(plan.exact.pages)  # a window does not keep those before
+        if together and (plan.sealed or first != stop):
             yield joined()
             together = []
         if not plan.sealed:
-            start, stop = start if together else new.start, new.stop
+            start, stop = start if together else first, new.stop
             together.append(plan.exact)
     if together:
         yield joined()

@@ -60,7 +60,7 @@ class Sealing:
         return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 
     def seal_pages(self, numbers: Tensor) -> None:
-        """Seals pages in all layers.
+        """Seals pages in all layers of the group.
 
         Args:
             numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, slots of segments, columns
@@ -77,11 +77,8 @@ class Sealing:
             )
         )
         positions = page_number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
-        for layers in self.store.layout.alike(self.store.layout.shape.num_layers):
-            rope_keys, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
-            if self.store.layout.skips(layers.start):
-                self.store.write_exact(layers, pages, rope_keys, values)
-                continue
-            at = positions.expand(len(rope_keys), -1, -1)
-            keys = self.store.ops.apply_rope(rope_keys, at, self.store.rotary, inverse=True)
-            self.write(SealedTokens(layers, states, page_number * PAGE, pages, value_pages, keys, rope_keys, values))
+        layers = slice(0, self.store.layout.shape.num_layers)
+        rope_keys, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
+        at = positions.expand(len(rope_keys), -1, -1)
+        keys = self.store.ops.apply_rope(rope_keys, at, self.store.rotary, inverse=True)
+        self.write(SealedTokens(layers, states, page_number * PAGE, pages, value_pages, keys, rope_keys, values))

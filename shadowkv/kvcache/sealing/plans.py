@@ -32,7 +32,7 @@ class StoragePlan:
         page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
         static: where the sink and the outliers of a new segment go.
         tail: where the exact tokens that the sequence already has are; those that are sealed now come from there first.
-        exact: where the newest tokens go, or all new ones where none are sealed.
+        exact: where the newest tokens go: those that are not sealed, and of them as many as the window's ring holds.
         cached: the segments that the sequence has already.
     """
 
@@ -71,7 +71,8 @@ class StoragePlanner:
         length = start + count
         after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
         tail_ring = sequence.ring if sequence.path else sequence.dense
-        tail = exact_rows(numbers, tail_ring, before, start)
+        tail_start = before if sequence.window is None else sequence.window_start(start) // PAGE * PAGE
+        tail = exact_rows(numbers, tail_ring, tail_start, start)
         cached = [self._cached(numbers, segment) for segment in sequence.path]
         if after.fits:
             self.pool.begin_segment(sequence, length)
@@ -88,7 +89,10 @@ class StoragePlanner:
         static_tokens = segment.static_tokens if segment is not None and after.fits else 0
         static = exact_rows(numbers, segment.static if segment is not None else [], 0, static_tokens)
         ring = sequence.dense if segment is None else sequence.ring
-        exact = exact_rows(numbers, ring, after.tokens if sealed else start, length)
+        first_exact = after.tokens if sealed else start
+        if sequence.window is not None:
+            first_exact = max(start, PAGE * (-(-length // PAGE) - len(ring)))  # as many as the ring holds
+        exact = exact_rows(numbers, ring, first_exact, length)
         state = numbers.add([0 if segment is None else segment.state or 0])
         observed = None if learning is None else numbers.add([learning])
         return lambda x: StoragePlan(

@@ -1,8 +1,7 @@
 """What a cached segment has sealed, as plain keys and values in long spans: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention does not depend on order, so
-that a block needs no mask. Values on the host cross the bus one span ahead of attention. In skipped layers all tokens
-are exact in place.
+that a block needs no mask. Values on the host cross the bus one span ahead of attention.
 """
 
 from __future__ import annotations
@@ -32,11 +31,6 @@ class RebuiltTokens:
 
     def spans(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
         """RoPE-rotated keys and values [H, m, d], to be consumed, on this stream, before the next are requested."""
-        if self.store.layout.skips(layer):
-            for names in segment.row.pages[0].split(SPAN_PAGES):
-                keys, values = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
-                yield keys, values
-            return
         row, static = segment.row, segment.static
         pages = row.pages.shape[1]
         step = min(SPAN_PAGES, pages)

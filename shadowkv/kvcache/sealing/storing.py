@@ -37,8 +37,6 @@ class Storing:
 
     def observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Lets the parts learn from the last queries [L, n, w, H_q, d] of new tokens (``Part.observe``)."""
-        if self.layout.skips(layers.start):
-            return
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
@@ -50,11 +48,7 @@ class Storing:
         count = plans[0].sealed
         joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
         keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
-        if self.layout.skips(layers.start):
-            pages = torch.cat([plan.pages for plan in plans])
-            self.store.write_exact(layers, pages, _in_pages(rope_keys, count), _in_pages(values, count))
-        else:
-            self._seal(layers, plans, keys, rope_keys, values)
+        self._seal(layers, plans, keys, rope_keys, values)
         for i, plan in enumerate(plans):
             self.store.write_tokens(layers, plan.exact, rope_keys[:, i, count:], values[:, i, count:])
 
@@ -81,7 +75,7 @@ class Storing:
     def _seal_tails(self, tails: list[tuple[CachedSequence, StoragePlan]], length: int) -> None:
         shape = self.shape
         step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
-        for layers in self.layout.alike(step):
+        for layers in self.layout.portions(step):
             count = layers.stop - layers.start
             none = self.store.k[layers].new_empty(count, 0, shape.num_kv_heads, shape.head_dim)
             learning = [

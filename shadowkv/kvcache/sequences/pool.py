@@ -1,4 +1,4 @@
-"""Sequence lifetimes: who holds which blocks, slots and states, from admission to release.
+"""Sequence lifetimes in a group of layers: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
 runs out of memory halfway. It may share what is sealed with other sequences.
@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
+from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.layout import PageCount
+from shadowkv.kvcache.sequences.group_layout import PageCount
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import Store, exact_rows
 
 
 class SequencePool:
@@ -82,6 +83,8 @@ class SequencePool:
         """What a fork of ``parent`` begins with; raises ValueError where it cannot be forked there."""
         if not length or self.fork_point(parent, length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
+        if self.layout.window is not None:  # what it has of its parent is copied
+            return Outline(length=length, copied=length)
         return Outline.fork(parent, length)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
@@ -90,7 +93,8 @@ class SequencePool:
         Exact copies of outliers belong to all pages that a segment was fitted with, so those pages stay together.
         """
         if not sequence.path:
-            return min(length, sequence.length) // PAGE * PAGE
+            point = min(length, sequence.length) // PAGE * PAGE
+            return point if not sequence.oldest or point >= sequence.oldest + (sequence.window or 0) else 0
         point = min(length, sequence.sealed) // PAGE * PAGE
         if self.layout.spec.outliers:
             ends = (min(point, segment.sealed) for segment in sequence.path if segment.fitted <= point)
@@ -119,10 +123,12 @@ class SequencePool:
         if not need.within(self.free):
             raise OutOfBlocks(f"the sequence needs {need}, free are {self.free}")
         (slot,) = self.pools["sequences"].allocate(1)
-        sequence = CachedSequence(self.tables, slot, capacity)
-        if parent is not None:
+        sequence = CachedSequence(self.tables, slot, capacity, window=self.layout.window)
+        if parent is not None and outline.shared:
             self._share(parent, sequence, outline.shared)
         self._take(sequence, new)
+        if self.layout.window is not None:
+            sequence.begin = sequence.window_start(outline.length)
         for number, span in enumerate(outline.spans):
             if number == len(sequence.path):
                 self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
@@ -132,6 +138,14 @@ class SequencePool:
         self.tables.length[slot] = outline.length
         self._write(sequence)
         return sequence
+
+    def copy_window(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
+        """Copies what a fork of ``parent`` after ``length`` tokens attends to, which both will write over."""
+        numbers, first = Numbers(), parent.window_start(length)
+        rows = [exact_rows(numbers, sequence.dense, first, length) for sequence in (parent, child)]
+        on_device, layers = numbers.on(self.store.compute), slice(0, self.layout.shape.num_layers)
+        source, target = (locate(on_device) for locate in rows)
+        self.store.write_tokens(layers, target, *self.store.read_exact(layers, source))
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
         """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
@@ -146,7 +160,7 @@ class SequencePool:
     def await_layers(self, sequence: CachedSequence) -> None:
         """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
         if sequence.pending_layers is not None:
-            sequence.pending_layers.wait(self.layout.shape.num_layers - 1)
+            sequence.pending_layers.wait(self.layout.model_layers - 1)
             sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
@@ -192,8 +206,9 @@ class SequencePool:
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
-                "sealed or shared"
+                "sealed or shared, or let its windows be whole"
             )
+        sequence.begin = 0 if sequence.window is None else sequence.oldest
         self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: CachedSequence) -> None:
@@ -306,6 +321,8 @@ class SequencePool:
 
     def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
         """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
+        if self.layout.window is not None:
+            return self.layout.pages(start, capacity)
         sealed, shared, spans = outline.sealed // PAGE, outline.shared // PAGE, outline.spans
         own = [span for span in spans if span.first >= outline.shared]
         has = PageCount(

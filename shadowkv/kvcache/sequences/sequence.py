@@ -1,4 +1,5 @@
-"""A cached sequence: a path of segments and an exact tail; what a new one begins with; the tables that kernels read.
+"""A cached sequence in a group of layers: a path of segments and an exact tail; what a new one begins with; the tables
+that kernels read.
 
 Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
 and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
@@ -19,7 +20,7 @@ import torch
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.layout import PageCount
+from shadowkv.kvcache.sequences.group_layout import PageCount
 
 
 class PendingLayers(Protocol):
@@ -89,18 +90,24 @@ class Segment:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
+    """Pages of one sequence in a group of layers, all owned from admission on: nothing is allocated while it decodes.
+
+    A sequence of a cache is that in its first group, which has those in the others with it: they have the same tokens.
 
     Attributes:
+        further: the same sequence in further groups of the cache, where this is the first.
+        window: newest tokens that are attended to, where it is not all.
+        begin: with a window, the position before which it has never had a token, or has lost it since.
         tables: the tables of all sequences.
         slot: its slot there.
         capacity: tokens it may grow to.
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
         readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
-        pending_layers: for a restored one, what is still on its way; None where everything is there.
+        pending_layers: for a restored one, what is still on its way, of all groups; None where everything is there, and
+            in further groups.
         path: its segments, in order.
-        dense: names of the exact pages of a dense sequence's tokens.
+        dense: names of the exact pages of a dense sequence's tokens; with a window, as a ring.
         ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
         sealed_reserve, host_reserve: names of pages to be sealed.
         static_reserve: names of exact pages for sinks and outliers of segments to come.
@@ -122,6 +129,13 @@ class CachedSequence:
     static_reserve: list[int] = field(default_factory=list)
     slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
+    further: tuple[CachedSequence, ...] = ()
+    window: int | None = None
+    begin: int = 0
+
+    def of_group(self, number: int) -> CachedSequence:
+        """The same sequence in a group of the cache."""
+        return self.further[number - 1] if number else self
 
     @property
     def length(self) -> int:
@@ -137,6 +151,8 @@ class CachedSequence:
     @seed.setter
     def seed(self, seed: int) -> None:
         self.tables.seed[self.slot] = seed & (1 << 64) - 1
+        for sequence in self.further:
+            sequence.seed = seed
 
     @property
     def sealed(self) -> int:
@@ -145,8 +161,19 @@ class CachedSequence:
 
     @property
     def fixed(self) -> int:
-        """Tokens that may not change: the sealed ones, and those that others may read in the same pages."""
-        return max(self.sealed, self.shared, *self.readings)
+        """Tokens that may not change: the sealed ones, those that others may read in the same pages, and those without
+        which a window would not be whole."""
+        whole = self.oldest + self.window if self.window is not None and self.oldest else 0
+        return max(self.sealed, self.shared, *self.readings, whole, *(sequence.fixed for sequence in self.further))
+
+    @property
+    def oldest(self) -> int:
+        """Position of the first token in the exact pages of a window."""
+        return max(self.begin, PAGE * (-(-self.length // PAGE) - len(self.dense)))
+
+    def window_start(self, length: int) -> int:
+        """Position of the first token that those after the first ``length`` ones may attend to."""
+        return 0 if self.window is None else max(0, length - self.window)
 
     @property
     def standing(self) -> Standing:
@@ -211,11 +238,13 @@ class Outline:
         spans: its segments.
         length: its tokens.
         shared: tokens that it shares with its parent, a multiple of 64.
+        copied: tokens after which it was forked of a parent of which it has a copy.
     """
 
     spans: tuple[Span, ...] = ()
     length: int = 0
     shared: int = 0
+    copied: int = 0
 
     @classmethod
     def fork(cls, parent: CachedSequence, length: int) -> Outline:
@@ -311,7 +340,11 @@ class Tables:
 
     def ring_widths(self, slots: np.ndarray) -> np.ndarray:
         """Exact pages, after the static ones, that a step of these slots reads, int64 [slots]."""
-        return np.where(self.segments[slots] > 0, self.ring_pages[slots], self.length[slots] // PAGE + 1)
+        return np.where(
+            self.segments[slots] > 0,
+            self.ring_pages[slots],
+            np.minimum(self.length[slots] // PAGE + 1, self.ring_pages[slots]),
+        )
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""

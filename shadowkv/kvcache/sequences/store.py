@@ -1,8 +1,8 @@
-"""The memory behind a policy: all tiers, the named views of their pages, and the fitted states."""
+"""The memory of a group of layers: all tiers, the named views of their pages, and the fitted states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
-from shadowkv.kvcache.memory.sealed import ByLayer, SealedBatch, SealedStore
+from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.registry import Ops
@@ -53,34 +53,37 @@ def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Cal
 
 
 class Store(SealedStore):
-    """Tensors by name and layer, those that parts see and all others.
+    """Tensors by name and layer of the group, those that parts see and all others.
 
     Attributes:
         tiers: the tiers by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, names, H, 64, d], exact pages; in skipped layers, sealed pages too.
-        buffer: fetched chunks of the layers that are not skipped, [layers, segment slots, *field.shape] except for the
-            counters; None without one.
+        k, v: [num_layers, names, H, 64, d], exact pages.
+        buffer: fetched chunks, [num_layers, segment slots, *field.shape] except for the counters; None without one.
     """
 
     def __init__(
-        self, layout: Layout, ops: Ops, rotary: RotaryTables, slots: int, memory: Blocks, device: torch.device
+        self,
+        layout: GroupLayout,
+        ops: Ops,
+        rotary: RotaryTables,
+        slots: int,
+        memory: Blocks,
+        device: torch.device,
+        weights: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
-        layers, fixed = len(layout.compressed), layout.fixed_blocks(slots)
+        layers, fixed = layout.shape.num_layers, layout.fixed_blocks(slots)
         self.layout = layout
         self.tiers: dict[str, Tier] = {}
         for tier in layout.tiers:
             pinned, count = tier.pinned and device.type == "cuda", memory[tier.name] if tier.paged else fixed[tier.name]
-            skipped = layout.shape.num_layers - layers if tier.skipped_bytes else 0
-            self.tiers[tier.name] = Tier(
-                tier.name, layers, tier.block_bytes, count, device, pinned, tier.paged, skipped, tier.skipped_bytes
-            )
+            self.tiers[tier.name] = Tier(tier.name, layers, tier.block_bytes, count, device, pinned, tier.paged)
         on_device, on_host = self.tiers["device"], self.tiers["host"]
-        exact, skipped_pages = on_device.views(layout.exact_fields), on_device.skipped_views(layout.exact_fields)
-        self.k, self.v = (self._exact(exact[name], skipped_pages[name]) for name in ("k", "v"))
+        exact = on_device.views(layout.exact_fields)
+        self.k, self.v = exact["k"], exact["v"]
         sealed, across_bus = on_device.views(layout.sealed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
-        page, state = ({name: self._compressed(x) for name, x in of.items()} for of in (sealed | across_bus, states))
-        super().__init__(ops, rotary, device, layout.shape.head_dim, page, state, set(across_bus))
+        page, head_dim = sealed | across_bus, layout.shape.head_dim
+        super().__init__(ops, rotary, layout.layers, device, head_dim, page, states, set(across_bus), weights)
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
@@ -90,20 +93,6 @@ class Store(SealedStore):
             counters = torch.zeros(2, dtype=torch.int64, device=device)
             self.buffer = ChunkBuffer(counters=counters, **{x.name: of_segments(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
-
-    def _exact(self, pages: Tensor, skipped: Tensor) -> Tensor | ByLayer:
-        """Exact pages of all layers, from those of the compressed layers and of the skipped ones."""
-        if not len(skipped):
-            return pages
-        first, (compressed, last) = len(skipped) // 2, (self.layout.compressed, self.layout.shape.num_layers)
-        return ByLayer(
-            ((range(first), skipped[:first]), (compressed, pages), (range(compressed.stop, last), skipped[first:]))
-        )
-
-    def _compressed(self, tensor: Tensor) -> Tensor | ByLayer:
-        """What only compressed layers have, indexed by layers of the model."""
-        skips = self.layout.spec.skip_layers
-        return ByLayer(((self.layout.compressed, tensor),)) if skips else tensor
 
     def sealed_names(self, blocks: list[int]) -> list[int]:
         """Names of the sealed pages that fit in device ``blocks``, in order."""
@@ -126,20 +115,12 @@ class Store(SealedStore):
         Args:
             first: int64 [R], positions of their first tokens.
         """
-        if self.layout.skips(layer):
-            chunks = pages.shape[1] * PAGE // self.layout.spec.chunk
-            return pages.new_zeros(len(pages), self.layout.shape.num_kv_heads, chunks, dtype=torch.bool)
         if self.layout.excluded_fields:
             return self.page[EXCLUDED][layer][pages].transpose(1, 2).flatten(2)
         spec = self.layout.spec  # has no outliers
         chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
-
-    def write_exact(self, layers: slice, pages: Tensor, rope_keys: Tensor, values: Tensor) -> None:
-        """Writes whole exact pages [L, n, 64, H, d] of some layers."""
-        self.k[layers][:, pages] = rope_keys.transpose(2, 3).to(self.k.dtype)
-        self.v[layers][:, pages] = values.transpose(2, 3).to(self.v.dtype)
 
     def write_tokens(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
         """Writes tokens [L, n, H, d] to exact pages."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
 
@@ -17,16 +18,23 @@ def to_json(value: Any) -> str:
     return json.dumps(asdict(value), separators=(",", ":"))
 
 
-def from_json(kind: type[Value], text: str | bytes) -> Value:
+def from_json(kind: type[Value], text: str | bytes, former: Mapping[str, Any] | None = None) -> Value:
     """A ``kind`` from what ``to_json`` made of one, now or before it had all the fields that have defaults; raises
-    ValueError that says what is wrong."""
+    ValueError that says what is wrong.
+
+    Args:
+        former: fields of the outermost object that earlier files have, each with the only value that it may have.
+    """
     if len(text) > MOST_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
     try:
         plain = json.loads(text, object_pairs_hook=_once)
+        for name, value in (former or {}).items():
+            if isinstance(plain, dict) and name in plain and repr(plain[name]) == repr(value):
+                del plain[name]
+        return cast(Value, _read(kind, plain, kind.__name__))
     except RecursionError:
         raise ValueError("the text is nested too deeply") from None
-    return _read(kind, plain, kind.__name__)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

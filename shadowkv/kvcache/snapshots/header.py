@@ -8,10 +8,13 @@ wrong with it (``contradictions``).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -38,6 +41,10 @@ DTYPES = {
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
 """Limits for everything that a header counts: numbers above are rejected as nonsense."""
+
+
+FORMER: dict[str, object] = {"skip_layers": 0, "exact_fields": []}
+"""Fields of headers of a single group of layers that say nothing: headers are those from before there were groups."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,10 @@ class SnapshotHeader:
             [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
         num_layers: all layers of the model.
         layer_bytes: bytes of a layer that has these fields.
-        skip_layers: that many of the first and of the last layers have others:
-        exact_fields: ``tokens`` [2, length - start, H, d], RoPE-rotated keys and values.
+        layers: which layers have them, where not all do; else empty.
+        window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
+            first of them after ``start``. 0 where it sees all.
+        further: headers of the other groups of layers: the same tokens in the same form, of other layers.
     """
 
     form: str
@@ -148,12 +157,18 @@ class SnapshotHeader:
     fields: tuple[SnapshotField, ...]
     num_layers: int
     layer_bytes: int
-    skip_layers: int = 0
-    exact_fields: tuple[SnapshotField, ...] = ()
+    layers: tuple[int, ...] = ()
+    window: int = 0
+    further: tuple[SnapshotHeader, ...] = ()
 
     def __post_init__(self) -> None:
         for reason in contradictions(self):
             raise ValueError(f"this is no header of a snapshot: {reason}")
+
+    @property
+    def of_groups(self) -> tuple[SnapshotHeader, ...]:
+        """The headers of all groups of layers."""
+        return (self, *self.further)
 
     @property
     def nbytes(self) -> int:
@@ -163,27 +178,27 @@ class SnapshotHeader:
     @property
     def runs(self) -> tuple[int, int]:
         """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
-        return (1, self.nbytes) if self.skip_layers else (self.num_layers, self.layer_bytes)
+        return (1, self.nbytes) if self.further else (self.num_layers, self.layer_bytes)
 
-    def skips(self, layer: int) -> bool:
-        """Whether a layer has ``exact_fields``."""
-        return not self.skip_layers <= layer < self.num_layers - self.skip_layers
+    @cached_property
+    def _of_layers(self) -> list[tuple[SnapshotHeader, int]]:
+        """For each layer, the header that describes it, and where its bytes begin."""
+        by_layer = {layer: group for group in self.of_groups for layer in group.layers or range(self.num_layers)}
+        in_order = [by_layer[layer] for layer in range(self.num_layers)]
+        return list(zip(in_order, accumulate((group.layer_bytes for group in in_order), initial=0)))
 
     def fields_of(self, layer: int) -> tuple[SnapshotField, ...]:
         """Fields of any layer."""
-        return self.exact_fields if self.skips(layer) else self.fields
+        return self._of_layers[layer][0].fields
 
     def bytes_of(self, layer: int) -> int:
         """Bytes of any layer, a multiple of 256."""
-        if not self.skips(layer):
-            return self.layer_bytes
-        return aligned(sum(field.nbytes for field in self.exact_fields), LAYER_ALIGNED)
+        return self._of_layers[layer][0].layer_bytes
 
     def span(self, layer: int) -> slice:
         """Where a layer's bytes are."""
-        skipped = min(layer, self.skip_layers) + max(0, layer - (self.num_layers - self.skip_layers))
-        start = skipped * self.bytes_of(0) + (layer - skipped) * self.layer_bytes
-        return slice(start, start + self.bytes_of(layer))
+        group, start = self._of_layers[layer]
+        return slice(start, start + group.layer_bytes)
 
     @property
     def exact(self) -> int:
@@ -195,6 +210,8 @@ class SnapshotHeader:
         it where those are all. Raises ValueError unless they end in it: at a page boundary, or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
+        if self.window and stop < self.length and self.start < self.exact:
+            raise ValueError(f"a snapshot of a window before token {self.length} cannot be cut at {stop}")
         if stop == self.length:
             return Cut(self.segments, self.tail_tokens, self.observed)
         if stop > self.exact or not self.segments:
@@ -204,12 +221,18 @@ class SnapshotHeader:
 
     def to_json(self) -> str:
         """JSON for ``from_json``."""
-        return dataclass_json.to_json(self)
+        fields = asdict(self)
+        if not (self.further or self.window):  # as from before there were groups
+            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "further")} | FORMER
+        return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
         """A header from untrusted text; raises ValueError that says what is wrong."""
-        return dataclass_json.from_json(SnapshotHeader, text)
+        header = dataclass_json.from_json(SnapshotHeader, text, FORMER)
+        if header.layers and not header.further:
+            raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
+        return header
 
 
 @dataclass(frozen=True)
@@ -257,11 +280,16 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
         yield f"start {header.start} is not a multiple of {PAGE}"
     yield from _of_segments(header)
     exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    yield from _out_of(("window", header.window, 0, MOST["tokens"]))
+    if header.window and (header.segments or header.observed):
+        yield "layers with a window have something sealed"
+    exact = max(exact, header.length - header.window) if header.window else exact
     if header.tail_tokens != header.length - exact:
         yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
     if header.observed and header.segments:
         yield "a state is observed where segments have theirs"
     yield from _of_fields(header)
+    yield from _of_groups(header)
 
 
 def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
@@ -324,21 +352,19 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
         yield f"there are no fields {', '.join(sorted(missing))}"
     size = aligned(offset, LAYER_ALIGNED)
     yield from _out_of(("bytes of a layer", header.layer_bytes, size, size))
-    yield from _of_exact_fields(header)
 
 
-def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
-    yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
-    count = header.length - header.start
-    expected = 1 if header.skip_layers and count else 0
-    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), expected, expected))
-    for field in header.exact_fields:
-        if (field.name, field.offset, field.shape[:2], len(field.shape)) != ("tokens", 0, (2, count), 4):
-            yield f"{field.name[:100]!r} {field.shape} is not what skipped layers have of {count} tokens"
-        if field.dtype not in DTYPES:
-            yield f"dtype {field.dtype[:100]!r} of {field.name} is not one of {', '.join(DTYPES)}"
-        yield from _out_of(*((f"size of an axis of {field.name}", size, 1, MOST["tokens"]) for size in field.shape))
-        yield from _out_of((f"end of {field.name}", field.nbytes, 0, MOST["bytes of a layer"]))
+def _of_groups(header: SnapshotHeader) -> Iterator[str]:
+    for group in header.further:
+        if group.further:
+            yield "a group of layers has groups"
+        if (group.form, group.start, group.length) != (header.form, header.start, header.length):
+            yield "its groups of layers are not of the same tokens in the same form"
+        if group.num_layers != header.num_layers:
+            yield f"its groups are of models of {header.num_layers} and {group.num_layers} layers"
+    layers = sorted(layer for group in header.of_groups for layer in group.layers)
+    if header.further and (layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)):
+        yield f"its groups have other layers than each of {header.num_layers} once"
 
 
 def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:

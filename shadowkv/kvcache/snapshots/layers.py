@@ -16,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import ByLayer
+from shadowkv.kvcache.memory.arenas import BlockPool
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 from shadowkv.kvcache.sequences.store import ExactRows, Store, exact_rows
 from shadowkv.kvcache.snapshots.header import Cut, Link, SnapshotField, SnapshotHeader
@@ -35,7 +36,7 @@ class Location(Protocol):
     """Where a field is, or the part of it that is used."""
 
     def read(self, layer: int, out: Tensor) -> None:
-        """Copies it into a layer of bytes, uint8 [layer_bytes]."""
+        """Copies it, of a layer of the group, into a layer of bytes, uint8 [layer_bytes]."""
 
     def write(self, layer: int, data: Tensor) -> None:
         """Copies the part of it that is used from there."""
@@ -46,7 +47,7 @@ class PagesLocation:
     """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
 
     field: SnapshotField
-    memory: Tensor | ByLayer
+    memory: Tensor
     names: Tensor
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -61,7 +62,7 @@ class StateLocation:
     """A fitted state: number ``name`` of ``memory`` [num_layers, states, ...]."""
 
     field: SnapshotField
-    memory: Tensor | ByLayer
+    memory: Tensor
     name: int
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -76,7 +77,7 @@ class TokensLocation:
     """Exact tokens: ``rows`` of keys and of values [num_layers, names, H, 64, d]."""
 
     field: SnapshotField
-    memory: tuple[Tensor | ByLayer, Tensor | ByLayer]
+    memory: tuple[Tensor, Tensor]
     rows: ExactRows
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -96,7 +97,7 @@ class TokensLocation:
 
 
 class SnapshotLocations:
-    """Where the part of a snapshot that is ``used`` is, in a sequence as it is now.
+    """Where the part of a snapshot that is ``used`` is, in a sequence as it is now, in a group of layers.
 
     Attributes:
         held: names of the device pages, the host pages and the states that it is in.
@@ -104,8 +105,8 @@ class SnapshotLocations:
 
     def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
         self._store, self._numbers = store, Numbers()
-        self._fields = {field.name: field for field in (*header.fields, *header.exact_fields)}
-        self._compressed, self._exact = list[Callable[[Tensor], Location]](), list[Callable[[Tensor], Location]]()
+        self._fields = {field.name: field for field in header.fields}
+        self._locations = list[Callable[[Tensor], Location]]()
         self.held: dict[str, list[int]] = {"device": [], "host": [], "states": []}
         path = {segment.first: segment for segment in sequence.path}
         for number, stored in enumerate(used.segments):
@@ -117,16 +118,14 @@ class SnapshotLocations:
                 self._add_tokens(f"{name}.static", segment.static, 0, segment.static_tokens)
         ring = sequence.ring if sequence.path else sequence.dense
         self._add_tokens("tail", ring, header.exact, header.exact + used.tail_tokens)
-        if header.exact_fields:
-            self._add_exact(sequence.pages, ring, header.start, used.end(header.start))
         if used.observed and sequence.state_reserve:
             self._add_state("observed", sequence.state_reserve[0])
 
-    def by_layer(self) -> Callable[[int], list[Location]]:
-        """All locations, by layer; the numbers that they need are copied to the device at once, without waiting."""
+    def on_device(self) -> list[Location]:
+        """All locations, alike in every layer; the numbers that they need are copied to the device at once, without
+        waiting."""
         numbers = self._numbers.on(self._store.compute)
-        compressed, exact = ([locate(numbers) for locate in kind] for kind in (self._compressed, self._exact))
-        return lambda layer: exact if self._store.layout.skips(layer) else compressed
+        return [locate(numbers) for locate in self._locations]
 
     def _add_pages(self, name: str, segment: Segment, numbers: slice) -> None:
         pages, values = segment.pages[numbers], segment.value_pages[numbers]
@@ -137,34 +136,28 @@ class SnapshotLocations:
             return
         for field, memory in self._store.page.items():
             names = self._numbers.add(values if field in on_host else pages)
-            self._compressed.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, names))
+            self._locations.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, names))
 
     def _add_state(self, name: str, state: int | None) -> None:
         if state is None:
             return
         self.held["states"].append(state)
         for field, memory in self._store.state.items():
-            self._compressed.append(partial(_state_location, self._fields[f"{name}.{field}"], memory, state))
+            self._locations.append(partial(_state_location, self._fields[f"{name}.{field}"], memory, state))
 
     def _add_tokens(self, name: str, ring: list[int], start: int, stop: int) -> None:
         if start == stop:
             return
         self.held["device"] += [ring[number % len(ring)] for number in range(start // PAGE, -(-stop // PAGE))]
         rows = exact_rows(self._numbers, ring, start, stop)
-        self._compressed.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
-
-    def _add_exact(self, sealed: list[int], ring: list[int], start: int, stop: int) -> None:
-        """Tokens of skipped layers: first those in pages that other layers have sealed, then those in the ring."""
-        later = range(len(sealed), -(-stop // PAGE))
-        rows = exact_rows(self._numbers, [*sealed, *(ring[page % len(ring)] for page in later)], start, stop)
-        self._exact.append(lambda x: TokensLocation(self._fields["tokens"], (self._store.k, self._store.v), rows(x)))
+        self._locations.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
 
 
-def _pages_location(field: SnapshotField, memory: Tensor | ByLayer, names: slice, numbers: Tensor) -> Location:
+def _pages_location(field: SnapshotField, memory: Tensor, names: slice, numbers: Tensor) -> Location:
     return PagesLocation(field, memory, numbers[names])
 
 
-def _state_location(field: SnapshotField, memory: Tensor | ByLayer, name: int, numbers: Tensor) -> Location:
+def _state_location(field: SnapshotField, memory: Tensor, name: int, numbers: Tensor) -> Location:
     return StateLocation(field, memory, name)
 
 
@@ -187,23 +180,48 @@ class Reading:
         header: the header of the snapshot.
     """
 
-    def __init__(self, pool: SequencePool, sequence: CachedSequence, header: SnapshotHeader) -> None:
-        self.header, self._pool, self._sequence = header, pool, sequence
-        locations = SnapshotLocations(pool.store, header, header.cut(header.length), sequence)
-        self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in locations.held.items()}
-        self._locations, self._open = locations.by_layer(), True
-        for kind, blocks in self._held.items():
-            pool.pools[kind].retain(blocks)
-        sequence.readings.append(header.length)
+    def __init__(self, pools: SequencePools, sequence: CachedSequence, header: SnapshotHeader) -> None:
+        self.header, self._places, self._open = header, pools.layout.places, True
+        self._locations: list[list[Location]] = []
+        self._held: list[tuple[BlockPool, list[int]]] = []
+        self._sequences = [sequence.of_group(number) for number in range(len(pools.pools))]
+        for pool, of_group, in_group in zip(pools.pools, header.of_groups, self._sequences, strict=True):
+            locations = SnapshotLocations(pool.store, of_group, of_group.cut(header.length), in_group)
+            self._held += [(pool.pools[kind], pool.pools[kind].blocks_of(x)) for kind, x in locations.held.items()]
+            self._locations.append(locations.on_device())
+        self._copies = {
+            number: self._copied(number, pool) for number, pool in enumerate(pools.pools) if pool.layout.window
+        }
+        for blocks, names in self._held:
+            blocks.retain(names)
+        for in_group in self._sequences:
+            in_group.readings.append(header.length)
 
     def read_layer(self, layer: int, out: Tensor) -> None:
         """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which begins at a multiple of
         16 bytes; bytes outside fields become 0. The host does not wait."""
-        for location in self._locations(layer):
-            location.read(layer, out)
-        fields = self.header.fields_of(layer)
-        starts = [*(field.offset for field in fields[1:]), self.header.bytes_of(layer)]
-        stops = [field.offset + field.nbytes for field in fields]
+        number, at = self._places[layer]
+        if number in self._copies:
+            copied = self._copies[number][at]
+            out[: len(copied)].copy_(copied)
+        else:
+            self._read(number, at, out)
+
+    def _copied(self, number: int, pool: SequencePool) -> Tensor:
+        """All layers of a group, uint8 [layers, bytes of a layer]: what is in a window is soon written over."""
+        header, compute = self.header.of_groups[number], pool.store.compute
+        layers = torch.empty(pool.layout.shape.num_layers, header.layer_bytes, dtype=torch.uint8, device=compute)
+        for at, layer in enumerate(layers):
+            self._read(number, at, layer)
+        return layers
+
+    def _read(self, number: int, at: int, out: Tensor) -> None:
+        """Copies layer ``at`` of a group."""
+        header = self.header.of_groups[number]
+        for location in self._locations[number]:
+            location.read(at, out)
+        starts = [*(field.offset for field in header.fields[1:]), header.layer_bytes]
+        stops = [field.offset + field.nbytes for field in header.fields]
         for stop, start in zip(stops, starts, strict=bool(stops)):
             if stop < start:
                 out[stop:start].zero_()
@@ -213,9 +231,10 @@ class Reading:
         if not self._open:
             return
         self._open = False
-        for kind, blocks in self._held.items():
-            self._pool.pools[kind].release(blocks)
-        self._sequence.readings.remove(self.header.length)
+        for blocks, names in self._held:
+            blocks.release(names)
+        for in_group in self._sequences:
+            in_group.readings.remove(self.header.length)
 
     def __enter__(self) -> Reading:
         return self
@@ -236,10 +255,14 @@ class Restoring:
         sequence: the new sequence.
     """
 
-    def __init__(self, store: Store, chain: Sequence[Link], sequence: CachedSequence) -> None:
-        self.sequence = sequence
+    def __init__(self, pools: SequencePools, chain: Sequence[Link], sequence: CachedSequence) -> None:
+        self.sequence, self._places = sequence, pools.layout.places
         self._locations = [
-            SnapshotLocations(store, header, header.cut(stop), sequence).by_layer() for header, stop in chain
+            [
+                SnapshotLocations(pool.store, of_group, of_group.cut(stop), sequence.of_group(number)).on_device()
+                for number, (pool, of_group) in enumerate(zip(pools.pools, header.of_groups, strict=True))
+            ]
+            for header, stop in chain
         ]
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
@@ -249,5 +272,6 @@ class Restoring:
         Args:
             data: uint8 [bytes of the layer] on the cache's device, which begins at a multiple of 16 bytes.
         """
-        for location in self._locations[link](layer):
-            location.write(layer, data)
+        number, at = self._places[layer]
+        for location in self._locations[link][number]:
+            location.write(at, data)

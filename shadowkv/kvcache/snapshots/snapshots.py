@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 
 import torch
 
-from shadowkv.kvcache.memory.arenas import Blocks, Field
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
-from shadowkv.kvcache.policy.spec import FORMER_NAMES, PAGE, PREFILLS
+from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.policy.spec import FORMER_NAMES, PREFILLS
+from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.kvcache.sequences.pool import SequencePool
-from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Span
-from shadowkv.kvcache.sequences.store import Store
-from shadowkv.kvcache.snapshots.header import (
-    Cut,
-    Link,
-    Snapshot,
-    SnapshotField,
-    SnapshotHeader,
-    SnapshotSegment,
-    laid_out,
-)
+from shadowkv.kvcache.sequences.pools import SequencePools
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline
+from shadowkv.kvcache.snapshots.contents import GroupContents
+from shadowkv.kvcache.snapshots.header import Link, Snapshot, SnapshotHeader
 from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
@@ -43,9 +35,10 @@ class Snapshots:
         form: what another cache must have in common with this one.
     """
 
-    def __init__(self, store: Store, pool: SequencePool) -> None:
-        self.store, self.pool, self.layout = store, pool, store.layout
-        self.form = form_of(store.layout, store.rotary.config)
+    def __init__(self, pools: SequencePools, rope: RopeConfig, device: torch.device) -> None:
+        self.pools, self.layout, self.device = pools, pools.layout, device
+        self.form = form_of(pools.layout, rope)
+        self._contents = [GroupContents(group, self.form) for group in pools.layout.groups]
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` after its first ``start`` tokens, a fork point or 0, contains; found on the
@@ -55,27 +48,14 @@ class Snapshots:
             stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
                 continues, and nothing in it changes any more. None for all there are, with the exact tail.
         """
-        for point in (start, stop):
-            if point and self.pool.fork_point(sequence, point) != point:
+        for point, possible in ((start, self.pools.can_follow), (stop, self.pools.can_fork)):
+            if point and not possible(sequence, point):
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
         if stop is not None and stop < start:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
-        content = self._content(sequence, start, stop)
-        fields, layer_bytes = self._laid_out(content)
-        length = content.end(start)
-        return SnapshotHeader(
-            form=self.form,
-            start=start,
-            length=length,
-            segments=content.segments,
-            tail_tokens=content.tail_tokens,
-            observed=content.observed,
-            fields=fields,
-            num_layers=self.layout.shape.num_layers,
-            layer_bytes=layer_bytes,
-            skip_layers=self.layout.spec.skip_layers,
-            exact_fields=self._exact_fields(length - start),
-        )
+        first, *further = enumerate(self._contents)
+        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in further)
+        return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
         """Begins to read what ``describe`` says, layer by layer; holds what it reads until it is closed.
@@ -85,12 +65,12 @@ class Snapshots:
         header = self.describe(sequence, start, stop)
         if header.length == start:
             raise ValueError(f"the sequence has nothing to read behind {start} tokens")
-        self.pool.await_layers(sequence)
-        return Reading(self.pool, sequence, header)
+        self.pools.await_layers(sequence)
+        return Reading(self.pools, sequence, header)
 
     def demand(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None) -> Blocks:
         """Blocks that ``restore`` takes; raises the same ValueErrors."""
-        return self.pool.demand(self._outline(chain, start, capacity, parent), start, capacity)
+        return self.pools.demand(self._outlines(chain, start, capacity, parent), start, capacity)
 
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
@@ -106,16 +86,18 @@ class Snapshots:
                 sequence can be forked; for the last one also any token that is dense or in its exact tail.
             parent: a sequence that has what comes before the chain, which is shared up to the first header's start.
         """
-        outline = self._outline(chain, start, capacity, parent)
+        outlines = self._outlines(chain, start, capacity, parent)
         if parent is not None:
-            self.pool.await_layers(parent)  # the new one waits only for what is written to it
-        sequence = self.pool.restore(outline, start, capacity, parent)
+            self.pools.await_layers(parent)  # the new one waits only for what is written to it
+        sequence = self.pools.restore(outlines, start, capacity, parent)
         header, stop = chain[-1]
-        sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
+        for number, of_group in enumerate(header.of_groups):
+            in_group = sequence.of_group(number)
+            in_group.observed = of_group.cut(stop).observed and bool(in_group.state_reserve)
         try:
-            return Restoring(self.store, chain, sequence)
+            return Restoring(self.pools, chain, sequence)
         except BaseException:  # out of memory, say: the locations to write to are copied to the device
-            self.pool.release(sequence)
+            self.pools.release(sequence)
             raise
 
     def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
@@ -123,7 +105,7 @@ class Snapshots:
         cache's device."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
-            snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.store.compute))
+            snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.device))
             for layer in range(header.num_layers):
                 reading.read_layer(layer, snapshot.layer(layer))
         return snapshot
@@ -138,104 +120,47 @@ class Snapshots:
         restoring = self.restore(links, links[-1].stop, capacity)
         for number, (snapshot, _) in enumerate(chain):
             for layer in range(snapshot.header.num_layers):
-                restoring.write_layer(number, layer, snapshot.layer(layer).to(self.store.compute))
+                restoring.write_layer(number, layer, snapshot.layer(layer).to(self.device))
         return restoring.sequence
 
     def stored_alike(self, other: Snapshots, tokens: int) -> bool:
         """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
-        specs = self.layout.spec, other.layout.spec
+        specs = [group.spec for layout in (self.layout, other.layout) for group in layout.groups]
         return self.form == other.form and all(tokens > spec.dense_limit or not spec.seals for spec in specs)
 
-    def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
-        """What a snapshot contains."""
-        if not sequence.path:
-            return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
-        segments = tuple(
-            SnapshotSegment(
-                first=segment.first,
-                end=segment.end,
-                reach=segment.reach,
-                fitted=segment.fitted,
-                static_tokens=segment.static_tokens,
-                num_pages=(segment.sealed - max(start, segment.first)) // PAGE,
-                continued=segment.first < start,
-            )
-            for segment in sequence.path
-            if segment.sealed > start or segment is sequence.path[-1]
-        )
-        if stop is None:
-            return Cut(segments, sequence.length - sequence.sealed, False)
-        return Cut(tuple(segment.cut(start, stop) for segment in segments if segment.begin(start) < stop), 0, False)
-
-    def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
-        """The fields of a layer of ``content``, and its bytes."""
-        return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
-
-    def _exact_fields(self, tokens: int) -> tuple[SnapshotField, ...]:
-        """The fields of a skipped layer."""
-        if not (self.layout.spec.skip_layers and tokens):
-            return ()
-        shape = 2, tokens, self.layout.shape.num_kv_heads, self.layout.shape.head_dim
-        return laid_out([("tokens", shape, self.layout.dtype)])[0]
-
-    def _arrays(self, content: Cut) -> Iterator[Field]:
-        """Arrays of a layer, sorted by name where caches may keep them in different orders, as places differ."""
-        layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
-        sealed = sorted((*layout.sealed_fields, *layout.host_fields), key=lambda field: field.name)
-        state = sorted(layout.state_fields, key=lambda field: field.name)
-        for number, segment in enumerate(content.segments):
-            name = f"segments.{number}"
-            if segment.num_pages:
-                for x in sealed:
-                    yield Field(f"{name}.pages.{x.name}", (segment.num_pages, *x.shape), x.dtype)
-            if not segment.continued:
-                for x in state:
-                    yield Field(f"{name}.state.{x.name}", x.shape, x.dtype)
-                if segment.static_tokens:
-                    yield Field(f"{name}.static", (2, segment.static_tokens, *token), layout.dtype)
-        if content.tail_tokens:
-            yield Field("tail", (2, content.tail_tokens, *token), layout.dtype)
-        if content.observed:
-            for x in state:
-                yield Field(f"observed.{x.name}", x.shape, x.dtype)
-
-    def _outline(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None) -> Outline:
-        """What a sequence from a chain begins with; raises ValueError where it cannot be made here."""
+    def _outlines(
+        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None
+    ) -> list[Outline]:
+        """What a sequence from a chain begins with in each group; raises ValueError where it cannot be made here."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")
-        for header, stop in chain:
-            self._check(header, stop)
-        before = Outline() if parent is None else self.pool.forked(parent, chain[0][0].start)
-        outline = followed_by(before, chain)
-        if len(outline.spans) > MOST_SEGMENTS:
-            raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MOST_SEGMENTS}")
-        length, final = outline.length, outline.length == capacity or outline.length < start
-        late_limit, spec = self.layout.growth.late_limit(0), self.layout.spec
-        if spec.seals and not outline.spans and (length > late_limit or (length == late_limit and not final)):
-            raise ValueError(f"{length} tokens are all exact there, and would be sealed here")
-        return outline
-
-    def _check(self, header: SnapshotHeader, stop: int) -> None:
-        """Raises ValueError unless ``header`` is what this cache would make of such a sequence and can be cut there."""
-        if header.form != self.form:
-            raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
-        size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
-        exact = self.layout.spec.skip_layers, self._exact_fields(header.length - header.start)
-        described = header.fields, header.layer_bytes, header.num_layers, header.skip_layers, header.exact_fields
-        if described != (*size, self.layout.shape.num_layers, *exact):
-            raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")
-        spec = self.layout.spec
-        for segment in header.segments:
-            static = spec.outliers * spec.chunk if segment.first else spec.static_tokens
-            if segment.static_tokens != static or static > segment.fitted - segment.first:
-                raise ValueError(f"{segment.static_tokens} exact tokens of a segment: this cache has {static}")
-            if spec.outliers and segment.first < stop < segment.fitted:
-                raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")
+        for header, _ in chain:
+            if header.form != self.form:
+                raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
+            if len(header.of_groups) != len(self._contents):
+                raise ValueError(
+                    f"the snapshot is of {len(header.of_groups)} groups of layers, not {len(self._contents)}"
+                )
+        before = [Outline()] * len(self._contents)
+        if parent is not None:
+            before = self.pools.forked(parent, chain[0][0].start)
+        return [
+            contents.outline([Link(header.of_groups[number], stop) for header, stop in chain], own, start, capacity)
+            for number, (contents, own) in enumerate(zip(self._contents, before, strict=True))
+        ]
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
     """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, except for how much is
     selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
+    forms = [_form_of_group(group, rope) for group in layout.groups]
+    if len(forms) == 1:
+        return forms[0]
+    of_groups = [(form, group.layers) for form, group in zip(forms, layout.groups, strict=True)]
+    return sha256(json.dumps(of_groups).encode()).hexdigest()
+
+
+def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
@@ -247,38 +172,11 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
             for name, value in {**asdict(spec), "prefill_error": error}.items()
             if LATER.get(name) != value
         },
-        "shape": asdict(layout.shape),
+        "shape": {name: value for name, value in asdict(layout.shape).items() if value != ()},
         "rope": asdict(rope),
         "dtype": str(layout.dtype),
         "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),
     }
+    if layout.window is not None:
+        form["window"] = layout.window
     return sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
-
-
-def followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
-    """``outline``, followed by the tokens of ``chain``.
-
-    Raises:
-        ValueError: a snapshot does not begin where the one before it is cut, or is in another form.
-    """
-    spans, at = list(outline.spans), outline.length
-    for number, (header, stop) in enumerate(chain):
-        if header.start != at or bool(header.segments) < bool(spans) or (at and not spans and header.segments):
-            raise ValueError(f"a snapshot from token {header.start} on does not continue what ends at {at}")
-        used = header.cut(stop)
-        if number < len(chain) - 1 and (stop % PAGE or (used.segments and used.tail_tokens)):
-            raise ValueError(f"nothing can follow the first {stop} tokens of a snapshot: they end in its exact tail")
-        for segment in used.segments:
-            spans = _with(spans, segment)
-        at = stop
-    return Outline(tuple(spans), at, outline.shared)
-
-
-def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
-    """``spans`` followed by a segment, or with what it adds to the last one."""
-    span, sealed = Span(*(getattr(new, name) for name in Span._fields)), spans[-1].sealed if spans else 0
-    if not new.continued and new.first == sealed:
-        return [*spans, span]
-    if new.continued and spans and (new.first, new.static_tokens) == (spans[-1].first, spans[-1].static_tokens):
-        return [*spans[:-1], span._replace(num_pages=spans[-1].num_pages + new.num_pages)]
-    raise ValueError(f"a segment from token {new.first} on does not continue what is sealed up to {sealed}")

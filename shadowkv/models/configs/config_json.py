@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.models.checkpoints.files import in_words, is_number
 from shadowkv.models.configs.model_config import MAX_POSITIONS, ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
@@ -33,6 +34,10 @@ _LARGEST = {
     "original_max_position_embeddings": MAX_POSITIONS,
 }
 """Limits of integers from 1 on; no model comes near, and products of numbers within them fit in 63 bits."""
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
+"""What ``layer_types`` has for every layer."""
 
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 """The objects that describe RoPE: the old name and transformers 5's, which is read first."""
@@ -125,9 +130,12 @@ def build_config(
     default_partial: float = 1.0,
     interleaved: bool = False,
     sliding_window: int | None = None,
+    layer_types: Any = None,
     **switches: bool,
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+
+    ``layer_types`` says which layers have the window; where none has, it limits how long a sequence may be.
 
     Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
     """
@@ -138,6 +146,7 @@ def build_config(
         reasons.append("mlp_bias is not supported")
     if reasons:
         raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    kinds = _kinds(layer_types, hf["num_hidden_layers"], sliding_window)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = rope_from_hf(
@@ -161,12 +170,24 @@ def build_config(
         max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        sliding_window=sliding_window,
+        layer_kinds=kinds,
+        sliding_window=None if kinds else sliding_window,
         quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
         **switches,
     )
+
+
+def _kinds(types: Any, count: int, window: int | None) -> tuple[LayerKind, ...]:
+    """The kind of each of ``count`` layers; none where there is no window, or all layers are alike. Raises
+    ValueError."""
+    if types is None or not window:
+        return ()
+    if not isinstance(types, list) or len(types) != count or not all(kind in LAYER_TYPES for kind in types):
+        names = " or ".join(LAYER_TYPES)
+        raise ValueError(f"this config cannot be used: layer_types is not a list of {names} for each of {count} layers")
+    return tuple(LayerKind(window) if kind == SLIDING else FULL for kind in types) if SLIDING in types else ()
 
 
 def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:

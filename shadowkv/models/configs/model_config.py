@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
 from shadowkv.models.checkpoints.files import in_words
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
@@ -20,8 +20,9 @@ class ModelConfig:
     Attributes:
         architecture: family, the ``model_type`` of Hugging Face configs.
         max_position: longest sequence, in tokens, that the model supports.
-        sliding_window: tokens that a query sees where the model was trained with a window, else None. Windows are not
-            implemented; sequences up to the window are exact, so ``max_position`` never exceeds it.
+        layer_kinds: the kind of every layer; empty where all of them see everything.
+        sliding_window: tokens that a query sees where the model was trained with a window and does not say in which
+            layers, else None. Sequences up to the window are exact, so ``max_position`` never exceeds it.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
         quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
         eos_token_ids: tokens that each end a generation.
@@ -44,6 +45,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    layer_kinds: tuple[LayerKind, ...] = ()
     sliding_window: int | None = None
     quantization: str | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -111,7 +113,7 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """What a cache has to know about the model."""
-        return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim)
+        return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim, self.layer_kinds)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
         """The config with its window as a limit.

@@ -8,7 +8,7 @@ from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
 
-FIELDS = ("attention_bias", "sliding_window", "use_sliding_window")
+FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "layer_types")
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
@@ -18,6 +18,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         {"head_dim": 128, **hf},
         max_model_len=max_model_len,
         sliding_window=hf.get("sliding_window") if hf.get("use_sliding_window") else None,
+        layer_types=hf.get("layer_types"),
         qkv_bias=bias,
         attention_out_bias=bias,
         qk_norm=True,

@@ -1,0 +1,288 @@
+"""What a policy stores where in a group of layers: the bytes of pages and sequences, from which pools, planner and
+admission all count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from shadowkv.kvcache.memory.arenas import Blocks, Field, page_bytes
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.base import EXCLUDED
+from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Growth, Standing
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+
+
+@dataclass(frozen=True)
+class TierLayout:
+    """A tier as a policy uses it.
+
+    Attributes:
+        block_bytes: bytes of a block in one layer.
+        pinned: whether it is the host's memory, which the device reads and writes across the bus.
+        paged: whether its blocks are divided into pages.
+    """
+
+    name: str
+    block_bytes: int
+    pinned: bool = False
+    paged: bool = True
+
+
+@dataclass(frozen=True)
+class PageCount:
+    """What a sequence needs to reach its full length: pages of each kind, and slots and states of segments to come."""
+
+    dense: int = 0
+    static: int = 0
+    ring: int = 0
+    sealed: int = 0
+    host: int = 0
+    segments: int = 0
+
+    def lacking(self, owned: PageCount) -> PageCount:
+        """What is missing of each kind beyond what is ``owned``."""
+        return PageCount(*(max(0, needed - held) for needed, held in zip(self.counts, owned.counts, strict=True)))
+
+    def __add__(self, other: PageCount) -> PageCount:
+        return PageCount(*map(sum, zip(self.counts, other.counts, strict=True)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All counts, in order."""
+        return tuple(vars(self).values())
+
+
+MOST_ENTRIES = 32767
+"""Most chunks that the buffer can number."""
+
+LEAST_WASTE = 0.02
+"""Share of a block that may be lost where sealed pages do not fill it, and half the share for exact pages: long
+sequences are what fills a device."""
+
+SPARE_SEGMENTS = 16
+"""At full occupancy, one sequence in this many may have a second segment."""
+
+
+WINDOW_SLACK = 2
+"""Pages of a window's ring besides those of the window: the one that is being filled, and one so that a page of the
+newest tokens can be taken back, or left out by a fork."""
+
+
+def pack(exact: int, sealed: int) -> tuple[int, int, int]:
+    """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever kind it holds."""
+    best, least = (1, 1, max(exact, sealed)), 1.0
+    for count in range(1, 9):
+        other = max(1, round(count * exact / sealed))
+        size = max(count * exact, other * sealed)
+        waste = 1 - min((size + count * exact) / 2, other * sealed) / size
+        if waste < least:
+            best, least = (count, other, size), waste
+        if least <= LEAST_WASTE:
+            break
+    return best
+
+
+def neighbours(layers: Sequence[int], bounds: Collection[int] = ()) -> tuple[range, ...]:
+    """Where in ``layers``, numbers of layers in order, those are that follow one another in the model, and of which
+    only the first may be among ``bounds``."""
+    starts = [at for at, layer in enumerate(layers) if not at or layers[at - 1] + 1 != layer or layer in bounds]
+    return tuple(map(range, starts, (*starts[1:], len(layers))))
+
+
+class GroupLayout:
+    """A policy on layers of a model that are alike: its parts, and page and state sizes per layer.
+
+    Layers are counted within the group, except in ``layers``.
+
+    Args:
+        spec: the policy, resolved.
+        shape: attention sizes of the model; those of the group have only its layers.
+        kind: what their attention sees.
+        dtype: dtype of exact keys and values and of what the parts store at full precision.
+        max_model_len: longest sequence, in tokens.
+        fetch_buffer: chunks of a segment's buffer of fetched values, as a multiple of those that a step selects from
+            the longest context: at least 1, or 0 for no buffer.
+        layers: the group's layers, as the model counts them, in order.
+        name: by which numbers of blocks tell it from other groups; empty for the first.
+
+    Attributes:
+        model_layers: number of all layers of the model.
+        window: newest tokens that a step attends to, where it is not all: exact ones in a ring of pages.
+        parts: the policy's parts.
+        exact_fields, sealed_fields: fields of pages in the device tier.
+        excluded_fields: among the sealed ones, ``EXCLUDED`` where the policy has it.
+        host_fields: fields of pages in the host tier.
+        state_fields: fields of a fitted state.
+        buffer_fields: fields of a segment's buffer of fetched values.
+        tiers: the tiers that pages and states are stored in.
+        growth: when tokens get a state of their own.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        shape: ModelShape,
+        kind: LayerKind,
+        dtype: torch.dtype,
+        max_model_len: int,
+        fetch_buffer: float,
+        layers: Sequence[int],
+        name: str = "",
+    ) -> None:
+        self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
+        self.window = kind.window
+        shape = replace(shape, num_layers=len(self.layers), kinds=())
+        parts = build_parts(spec, shape, dtype)
+        self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
+        self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
+        heads = (shape.num_kv_heads, PAGE, shape.head_dim)
+        self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
+        on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
+        values = parts.values.page_fields()
+        self.excluded_fields: tuple[Field, ...] = ()
+        self.sealed_fields: tuple[Field, ...] = ()
+        self.host_fields: tuple[Field, ...] = ()
+        self.state_fields: tuple[Field, ...] = ()
+        if spec.seals:
+            self.host_fields = (parts.values.placed_field,) if spec.place == "host" else ()
+            if spec.outliers or parts.index.reads_excluded:
+                self.excluded_fields = (Field(EXCLUDED, (shape.num_kv_heads, PAGE // spec.chunk), torch.bool),)
+            on_values = (x for x in values if x not in self.host_fields)
+            self.sealed_fields = (*on_device, *self.excluded_fields, *on_values)
+            self.state_fields = tuple(field for part in parts for field in part.state_fields())
+        self.growth = Growth(spec, bool(self.state_fields))
+        self.buffer_fields = self._buffer_fields()
+        self.exact_bytes, self.sealed_bytes = page_bytes(self.exact_fields), page_bytes(self.sealed_fields)
+        self.exact_per_block, self.sealed_per_block, self.block_bytes = 1, 0, self.exact_bytes
+        if spec.seals:
+            self.exact_per_block, self.sealed_per_block, self.block_bytes = pack(self.exact_bytes, self.sealed_bytes)
+        self.tiers = (
+            TierLayout("device", self.block_bytes),
+            TierLayout("host", page_bytes(self.host_fields), pinned=True),
+            TierLayout("states", page_bytes(self.state_fields), paged=False),
+        )
+
+    def portions(self, most: int) -> Iterator[slice]:
+        """All layers in order, at most ``most`` at a time."""
+        count = self.shape.num_layers
+        for first in range(0, count, most):
+            yield slice(first, min(first + most, count))
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the values of one chunk and kv head that are fetched from the host; 0 where none are."""
+        if not self.buffer_fields:
+            return 0
+        (values,) = self.host_fields
+        return math.prod(values.shape[2:]) * values.dtype.itemsize
+
+    def bytes_per_block(self) -> Blocks:
+        """Bytes of one block of each tier over all layers, and of a segment's slot: its buffer of fetched values."""
+        layers = self.shape.num_layers
+        sizes = {tier.name: layers * tier.block_bytes for tier in self.tiers}
+        return Blocks(sizes, segment_slots=layers * sum(field.nbytes for field in self.buffer_fields))
+
+    def fixed_blocks(self, sequences: int) -> Blocks:
+        """What that many sequences of any length have: their numbers, and slots and states of segments."""
+        if not self.spec.seals:
+            return Blocks(sequences=sequences)
+        segments = sequences
+        if self.growth.learns:
+            segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as are allowed
+        return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
+
+    def fixed_bytes(self, sequences: int) -> int:
+        """Device bytes of that; one more of each pads captured batches."""
+        count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
+        return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
+
+    def pages(self, start: int, capacity: int, at: Standing | None = None) -> PageCount:
+        """What a sequence needs whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens.
+
+        A sequence that starts dense and may outgrow ``late_limit`` holds both kinds: it is compressed on the way.
+
+        Args:
+            at: how far it is sealed already; its segments and their static pages are not counted. None is a new one.
+        """
+        spec, at = self.spec, at or Standing()
+        if self.window is not None:
+            return PageCount(dense=min(math.ceil(capacity / PAGE), math.ceil(self.window / PAGE) + WINDOW_SLACK))
+        if not spec.seals:
+            return PageCount(dense=math.ceil(capacity / PAGE))
+        dense = 0
+        if not at.segments:
+            longest = spec.late_limit if start <= spec.dense_limit else 0
+            dense = math.ceil(min(capacity, longest) / PAGE)
+            if capacity <= max(longest, spec.dense_limit):
+                return PageCount(dense=dense)
+        to_come = self.growth.forecast(at, start, capacity)
+        static = 0
+        if to_come.segments:
+            later = to_come.segments - (not at.segments)
+            static = later * spec.outlier_pages + (spec.static_pages if not at.segments else 0)
+        ring = max(spec.ring_pages, math.ceil(to_come.tail / PAGE))
+        sealed = spec.sealed_pages(capacity)
+        return PageCount(dense, static, ring, sealed, sealed if self.host_fields else 0, to_come.segments)
+
+    def most_pages(self, capacity: int) -> PageCount:
+        """The most of each kind that a sequence of up to ``capacity`` tokens may have, whether its prompt is compressed
+        or not."""
+        both = self.pages(0, capacity), self.pages(capacity, capacity)
+        return PageCount(*map(max, *(pages.counts for pages in both)))
+
+    def blocks(self, pages: PageCount) -> Blocks:
+        """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""
+        exact = math.ceil(pages.dense / self.exact_per_block) + math.ceil(
+            (pages.static + pages.ring) / self.exact_per_block
+        )
+        sealed = math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0
+        return Blocks(
+            device=exact + sealed,
+            host=pages.host,
+            segment_slots=pages.segments,
+            states=pages.segments if self.growth.learns else 0,
+        )
+
+    def demand(self, start: int, capacity: int) -> Blocks:
+        """What a new sequence takes: blocks of each tier, slots and states of segments, and its own slot."""
+        return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
+
+    def most_demand(self, capacity: int) -> Blocks:
+        """The most of each that a new sequence of up to ``capacity`` tokens takes, however long its prompt is."""
+        short, long = self.demand(1, capacity), self.demand(capacity, capacity)
+        return Blocks({kind: max(short[kind], long[kind]) for kind in {**short, **long}})
+
+    def snapshot_layer_bytes(self, capacity: int) -> int:
+        """Bytes of a layer of a snapshot of ``capacity`` tokens, at most."""
+        pages = self.most_pages(capacity)
+        sealed = pages.sealed * self.sealed_bytes + pages.host * page_bytes(self.host_fields)
+        most = max(pages.dense * self.exact_bytes, sealed + (pages.static + pages.ring) * self.exact_bytes)
+        return most + max(1, pages.segments) * page_bytes(self.state_fields)
+
+    def _buffer_fields(self) -> tuple[Field, ...]:
+        """The fields of a segment's ``ChunkBuffer``; none where nothing is chosen or it cannot hold a step."""
+        spec, heads = self.spec, self.shape.num_kv_heads
+        if not self.host_fields or not spec.selects or not self.fetch_buffer:
+            return ()
+        (values,) = self.host_fields
+        row = values.shape[2:]
+        chunks = spec.sealed_pages(self.max_model_len) * values.shape[1]
+        # Captured steps select for up to a page more than the longest sequence has.
+        selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
+        entries = min(chunks, math.ceil(self.fetch_buffer * selected), MOST_ENTRIES)
+        if not entries or entries < selected:
+            return ()
+        return (
+            Field("rows", (heads, entries, *row), values.dtype),
+            Field("owner", (heads, entries), torch.int32),
+            Field("entry", (heads, chunks), torch.int16),
+            Field("used", (heads, entries), torch.int32),
+            Field("step", (heads,), torch.int32),
+        )

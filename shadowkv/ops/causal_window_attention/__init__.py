@@ -1,0 +1,1 @@
+"""Attention of new tokens over those before them, within a window."""
