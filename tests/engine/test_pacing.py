@@ -161,6 +161,5 @@ def test_a_rehearsal_has_a_layer_of_each_kind(make: Any) -> None:
     layers = make(kv="full").runner.layers
     others = [copy.deepcopy(layers[-1]) for _ in range(3)]
     others[1].to(torch.float64)
-    skipping = [*layers[:1], *others, others[0]]
-    assert kinds([*layers[:1], *others], lambda _: False) == [layers[0], others[0], others[1]]
-    assert kinds(skipping, lambda number: number in (0, 4)) == [layers[0], others[0], others[1], others[0]]
+    assert kinds([*layers[:1], *others], [0, 0, 0, 0]) == [layers[0], others[0], others[1]]
+    assert kinds([*layers[:1], *others, others[0]], [1, 0, 0, 0, 1]) == [layers[0], others[0], others[1], others[0]]

@@ -123,6 +123,14 @@ def no_exact_tokens(ops: Ops) -> None:
         returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
 
 
+def no_tokens_in_a_window(ops: Ops) -> None:
+    pages = floats(N, H, 64, D)
+    for rows, columns in ((0, 2), (B, 0), (B, 2)):
+        names = (whole(rows, columns) for _ in range(3))  # a page whose first token is not before its last
+        found = ops.paged_window_attention(floats(rows, H * G, D), pages, pages, *names)
+        returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
+
+
 def no_latents_to_write(ops: Ops) -> None:
     codec, field = LATENT_CODECS["low-rank-int8"], torch.zeros(1, N, 8, 8, 32, dtype=torch.int8, device=DEVICE)
     means = floats(1, 3, 32, dtype=torch.float32)
@@ -208,6 +216,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "min_max_scores": no_bounds,
     "paged_attention": no_exact_tokens,
+    "paged_window_attention": no_tokens_in_a_window,
     "project_latents": no_latents_to_write,
     "quantise_rows": no_codes_to_write,
     "quantised_matmul": lambda ops: returns(
@@ -244,7 +253,10 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "write_rows": no_rows_to_write,
 }
 
-AT_LEAST_ONE = {"attend_blocks", "block_attention", "causal_attention", "low_rank_basis", "select_blocks"}
+AT_LEAST_ONE = {
+    *("attend_blocks", "block_attention", "causal_attention", "causal_window_attention", "low_rank_basis"),
+    "select_blocks",
+}
 """Their docstrings ask for a query, or a row."""
 
 
