@@ -66,10 +66,8 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
             cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
             got = cache.attend(layer, stream.q[layer, rows], block)
             q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.store.rotary)
-            own = [
-                x.transpose(0, 1).float()
-                for x in (batch.rope_keys[batch.place(layer)], batch.values[batch.place(layer)])
-            ]
+            index = batch.scratch_index(layer)
+            own = [x[index].transpose(0, 1).float() for x in (batch.rope_keys, batch.values)]
             k, v = (torch.cat(x, dim=1) for x in zip(before[layer], own))
             exact, _ = reference.block_attention(q.float(), k, v, causal=True)
             low, _ = reference.block_attention(q, k.to(DTYPE), v.to(DTYPE), causal=True)

@@ -89,11 +89,12 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
     parts.register("index", "learned", Learned)
     spec = KVSpec(index="learned", chunk=1, budget=16, skip_layers=ends)
     layout = Layout(spec, driver.SHAPE, torch.float32, 1000)
-    memory, ops = Blocks(dict.fromkeys(layout.paged, 60)), choose_ops(layout, driver.ROPE, "cpu")
+    device, memory = driver.DEVICE, Blocks(dict.fromkeys(layout.paged, 60))
+    ops = choose_ops(layout, driver.ROPE, device)
 
     def last_step(*scales: float) -> torch.Tensor:
-        weights = [{"index_scale": torch.full((driver.SHAPE.head_dim,), scale)} for scale in scales]
-        cache = KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops, weights=weights)
+        weights = [{"index_scale": torch.full((driver.SHAPE.head_dim,), scale, device=device)} for scale in scales]
+        cache = KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops, device=device, weights=weights)
         stream = Stream(0, cache.allocate(500, 600))
         prefill(cache, [(stream, 500)])
         decode(cache, [stream])
@@ -103,7 +104,7 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
     differ = [not torch.equal(*of_layer) for of_layer in zip(*outputs, strict=True)]
     assert differ == [False, True, False, False]
     with pytest.raises(ValueError, match=f"layer {ends} of the model has no index_scale"):
-        KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops)
+        KVCache(layout, driver.ROPE, slots=2, memory=memory, ops=ops, device=device)
 
 
 @pytest.mark.parametrize(

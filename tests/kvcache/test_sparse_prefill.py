@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -16,6 +16,8 @@ def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1200)
     monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
     monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
+    if DEVICE == "cuda":  # the kernels have the number by their own name
+        monkeypatch.setattr("shadowkv.ops.select_blocks.triton.LEAST_BLOCKS", 1)
 
 
 POLICIES = {
