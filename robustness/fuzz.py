@@ -32,8 +32,9 @@ import torch
 from robustness.judge import Judge
 from robustness.judge_rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from robustness.tiny_model import ENGINE, tiny_model
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.process.client import EngineClient
+from shadowkv.engine.process.launch import EngineProcess
 from shadowkv.eval.provenance import provenance
 from shadowkv.serve.app import build_app
 
@@ -344,15 +345,14 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run, and whether it passed."""
     torch.set_num_threads(1)  # tiny tensors gain nothing from a second one
     with tiny_model(vocab_size=VOCAB) as folder:
-        engine = AsyncEngine(EngineConfig(model=str(folder), kv_disk_dir=str(folder / "cache"), **SERVER))
-        engine.start()
+        process = EngineProcess(EngineConfig(model=str(folder), kv_disk_dir=str(folder / "cache"), **SERVER))
         try:
-            return asyncio.run(_fuzz(engine, args))
+            return asyncio.run(_fuzz(process.clients[0], args))
         finally:
-            engine.shutdown(10)
+            process.stop(10)
 
 
-async def _fuzz(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]:
+async def _fuzz(engine: EngineClient, args: argparse.Namespace) -> dict[str, Any]:
     app, process = build_app(engine, MODEL), psutil.Process()
     # Uncaught exceptions become a status of 500, as behind a real server.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -371,7 +371,7 @@ async def _fuzz(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
         await run.run(args.bodies, args.seconds)
         seconds = time.monotonic() - start
         healthy = (await client.get("/health")).status_code == 200 and await known() == before
-        stats = engine.stats()
+        stats = await engine.stats()
     bodies = sum(sum(counts.values()) for counts in run.statuses.values())
     left = stats.running + stats.waiting
     return {

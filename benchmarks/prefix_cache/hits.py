@@ -35,7 +35,8 @@ from benchmarks.sweeps.rows import ABOUT, show
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
-from shadowkv.engine.request import Request, TokenLogprobs
+from shadowkv.engine.outputs import TokenLogprobs
+from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.fidelity.prompts import read_prompts

@@ -44,11 +44,12 @@ def ask(engine: Engine, prompt: str, cache: bool) -> tuple[str, float, float]:
     """The answer to a prompt, seconds to its first token, and the share of the prompt that was cached."""
     tokens, start = engine.tokenizer.encode(prompt), time.monotonic()
     engine.add_request("alone", tokens, SamplingParams(max_tokens=ANSWER, temperature=0.0, cache_prompt=cache))
-    text, first, cached = "", 0.0, 0
+    answer, first, cached = list[int](), 0.0, 0
     while engine.has_work:
         for output in step(engine):
-            first, text, cached = first or time.monotonic() - start, text + output.text, output.cached_tokens
-    return text, first, cached / len(tokens)
+            first, cached = first or time.monotonic() - start, output.cached_tokens
+            answer += output.token_ids
+    return engine.tokenizer.decode(answer), first, cached / len(tokens)
 
 
 def measure(args: argparse.Namespace, kv: str) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,7 @@ from benchmarks.sweeps.engines import Cell
 from benchmarks.sweeps.rows import REUSE, Rows
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.prefix_cache.device.eviction import POLICIES
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace", "copies")
@@ -60,7 +60,7 @@ class Asked:
     output: int = 0
     prompt: int = 0
 
-    def add(self, output: RequestOutput, start: float) -> None:
+    def add(self, output: TokenOutput, start: float) -> None:
         """Adds a step's tokens of a request that was submitted at ``start``."""
         self.output += len(output.token_ids)
         if output.finish_reason:

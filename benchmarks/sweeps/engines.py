@@ -21,7 +21,7 @@ import torch
 from benchmarks.sweeps.synthetic import replay
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
@@ -164,7 +164,7 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
-def step(engine: Engine) -> list[RequestOutput]:
+def step(engine: Engine) -> list[TokenOutput]:
     """A step of the engine; raises RuntimeError for a request that failed."""
     outputs = engine.step()
     for output in outputs:

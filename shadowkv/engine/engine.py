@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.outputs import TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.request import Detokenizer, Request, RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import Chosen, DecodeSteps, Selected
@@ -140,7 +141,7 @@ class Engine:
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
-        self._text: dict[str, Detokenizer] = {}
+        self._open: set[str] = set()
         self._aborted: set[str] = set()
 
     def when_a_rank_fails(self, tell: Callable[[RankFailure], None]) -> None:
@@ -156,20 +157,20 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request; raises RequestError if its id is in use."""
-        self._open(request)
+        self._enter(request)
         self.scheduler.add(request)
 
-    def _open(self, request: Request) -> None:
+    def _enter(self, request: Request) -> None:
         name = request.request_id
-        if name in self._text or name in self._aborted:
+        if name in self._open or name in self._aborted:
             raise RequestError(f"request id {name!r} is in use", "request_id")
-        self._text[name] = Detokenizer(self.tokenizer.stream(request.params.skip_special_tokens), request.params.stop)
+        self._open.add(name)
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues a request; raises RequestError if it could never be served or its id is in use."""
         self.add(self.request(request_id, prompt_token_ids, params))
 
-    def resume(self, request: Request, sequence: CachedSequence, token: int) -> RequestOutput:
+    def resume(self, request: Request, sequence: CachedSequence, token: int) -> TokenOutput:
         """Continues a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
         token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from then on.
 
@@ -181,7 +182,7 @@ class Engine:
                 f"a sequence of {sequence.length} tokens with room for {sequence.capacity} is none of a prompt of "
                 f"{expected[0]} that may grow to {expected[1]}"
             )
-        self._open(request)
+        self._enter(request)
         running = Running(request, sequence)
         self.scheduler.computed([running])
         request.cached_tokens, request.times.scheduled = sequence.length, time.monotonic()
@@ -189,17 +190,26 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; unknown and finished ids are ignored."""
-        if self._text.pop(request_id, None) is None:
+        if request_id not in self._open:
             return
+        self._open.remove(request_id)
         if self.scheduler.cancel(request_id):
             return
-        running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
-        if running is not None:
+        if (running := self._running(request_id)) is not None:
             self.scheduler.finish(running, keep=False)
         elif (prefill := self.prefill_queue.of(request_id)) is not None:
             self._aborted.add(request_id)
             if all(r.request.request_id in self._aborted for r in prefill.rows):
                 self._drop_prefill(prefill)
+
+    def stop(self, request_id: str) -> None:
+        """Ends a running request whose answer is complete although the engine, which sees no text, does not know;
+        unknown and finished ids are ignored."""
+        if request_id in self._open and (running := self._running(request_id)) is not None:
+            self._finish(running)
+
+    def _running(self, request_id: str) -> Running | None:
+        return next((row for row in self.scheduler.running if row.request.request_id == request_id), None)
 
     @property
     def has_work(self) -> bool:
@@ -219,9 +229,9 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[TokenOutput]:
         """One round of prefill and of decode steps; returns what it added to each request."""
-        outputs: list[RequestOutput] = []
+        outputs: list[TokenOutput] = []
         with current(self.device):
             self.prefill_queue.start()
             if self.prefill_queue.at_work:
@@ -252,7 +262,7 @@ class Engine:
             self.runner.drop_graphs()
             self._ranks.close()
 
-    def _advance_prefill(self) -> list[RequestOutput]:
+    def _advance_prefill(self) -> list[TokenOutput]:
         step, seconds = self.decode_steps.seconds, IDLE_PREFILL_SECONDS
         if self.scheduler.running:
             queued = self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
@@ -268,7 +278,7 @@ class Engine:
             return [self._error(request, message) for request in dropped]
         return [] if ended is None else self._end_prefill(*ended)
 
-    def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
+    def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
@@ -292,7 +302,7 @@ class Engine:
     def _forget_aborted(self, prefill: PrefillAtWork) -> None:
         self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
-    def _decode(self) -> list[RequestOutput]:
+    def _decode(self) -> list[TokenOutput]:
         try:
             rows, chosen, selected = self.decode_steps.next()
         except torch.OutOfMemoryError as error:  # those that wait may need less
@@ -312,7 +322,7 @@ class Engine:
         chosen: Chosen,
         hidden: list[Tensor] | None = None,
         selected: Selected | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[TokenOutput]:
         tokens, logprobs, finite = chosen
         alive = {id(running) for running in self.scheduler.running}
         outputs = []
@@ -325,73 +335,63 @@ class Engine:
             try:
                 scores = None if hidden is None else self._score(running.request, hidden[row])
                 output = self._take_token(running, tokens[row], logprobs[row])
-                if scores is not None:
-                    output = replace(output, prompt_logprobs=scores)
+                output.prompt_logprobs = scores
                 if running.request.params.return_selections:
-                    output = replace(output, selections=[(selected or {}).get(row)] * len(output.token_ids))
+                    output.selections = [(selected or {}).get(row)] * len(output.token_ids)
                 outputs.append(output)
             except Exception as error:  # the others continue
                 outputs.append(self._fail(running, _explain(error)))
         return outputs
 
-    def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        request, text = running.request, self._text[running.request.request_id]
-        now = time.monotonic()
+    def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        request, now = running.request, time.monotonic()
         request.times.first_token, request.times.last_token = request.times.first_token or now, now
         if not request.max_tokens:  # only the prompt was to be scored
-            return self._finish(running, "", [], None, "length")
+            self._finish(running)
+            return _output(request, [], "length")
         request.output_token_ids.append(token)
-        constraint = request.constraint
+        constraint, reason = request.constraint, None
         if constraint is not None and not constraint.accept(token):
             return self._fail(running, "the JSON schema has come to where nothing can follow; make it less strict")
         ends = token in request.stop_ids
-        added = "" if ends else text.push(token)
-        reason = "stop" if ends or text.stopped or (constraint is not None and constraint.complete) else None
-        if reason is None and len(request.output_token_ids) >= request.max_tokens:
+        if ends or (constraint is not None and constraint.complete):
+            reason = "stop"
+        elif len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
-        steps = None if logprobs is None else [logprobs]
-        if reason is None:
-            return self._output(request, added, [token], steps, None)
-        output = self._finish(running, added + text.finish(), [token], steps, reason)
-        return output if text.stop_string is None else replace(output, stop_string=text.stop_string)
+        if reason is not None:
+            self._finish(running)
+        output = _output(request, [token], reason)
+        output.end_token = ends
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        return output
 
-    def _finish(
-        self, running: Running, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None, reason: str
-    ) -> RequestOutput:
+    def _finish(self, running: Running) -> None:
         self.decode_steps.forget(running)
         self.scheduler.finish(running, keep=True)
-        del self._text[running.request.request_id]
-        return self._output(running.request, text, tokens, logprobs, reason)
+        self._open.remove(running.request.request_id)
 
-    def _fail(self, running: Running, message: str) -> RequestOutput:
+    def _fail(self, running: Running, message: str) -> TokenOutput:
         self.scheduler.finish(running, keep=False)
         return self._error(running.request, message)
 
-    def _error(self, request: Request, message: str) -> RequestOutput:
-        del self._text[request.request_id]
-        return self._output(request, "", [], None, "error", message)
+    def _error(self, request: Request, message: str) -> TokenOutput:
+        self._open.remove(request.request_id)
+        output = _output(request, [], "error")
+        output.error = message
+        return output
 
-    @staticmethod
-    def _output(
-        request: Request,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        reason: str | None,
-        error: str | None = None,
-    ) -> RequestOutput:
-        return RequestOutput(
-            request.request_id,
-            text,
-            tokens,
-            logprobs,
-            reason,
-            error,
-            len(request.prompt_token_ids),
-            len(request.output_token_ids),
-            request.cached_tokens,
-            request.times,
-        )
+
+def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOutput:
+    return TokenOutput(
+        request.request_id,
+        tokens,
+        reason,
+        len(request.prompt_token_ids),
+        len(request.output_token_ids),
+        request.cached_tokens,
+        request.times,
+    )
 
 
 def _explain(error: Exception) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from shadowkv.engine.answer_text import AnswerText
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, interrupts_deferred
-from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.outputs import RequestOutput, TokenLogprobs, TokenSelections
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.selections import TokenSelections
 from shadowkv.engine.warmup import warm_up
 
 
@@ -31,6 +31,15 @@ class Completion:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     selections: list[TokenSelections | None] = field(default_factory=list)
+
+    def add(self, output: RequestOutput) -> None:
+        """Adds what came next."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.selections += output.selections or []
+        self.finish_reason, self.cached_tokens = output.finish_reason, output.cached_tokens
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
 
 
 class LLM:
@@ -82,11 +91,12 @@ class LLM:
             for tokens, request_params in zip(ids, params, strict=True)
         ]
         answers = {request.request_id: Completion(request.prompt_token_ids) for request in requests}
+        texts = {request.request_id: AnswerText(self.tokenizer, request.params) for request in requests}
         with interrupts_deferred() as interruptible:
             try:
                 for request in requests:
                     self.engine.add(request)
-                self._run(answers, use_tqdm, interruptible)
+                self._run(answers, texts, use_tqdm, interruptible)
             except BaseException:
                 for name in answers:
                     self.engine.abort(name)
@@ -100,22 +110,24 @@ class LLM:
         prompt = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
         return self.generate([prompt], params, use_tqdm)[0]
 
-    def _run(self, answers: dict[str, Completion], use_tqdm: bool, interruptible: Callable[[], None]) -> None:
+    def _run(
+        self,
+        answers: dict[str, Completion],
+        texts: dict[str, AnswerText],
+        use_tqdm: bool,
+        interruptible: Callable[[], None],
+    ) -> None:
         tokens, began = 0, monotonic()
         with tqdm(total=len(answers), unit="prompt", disable=not use_tqdm) as bar:
             while self.engine.has_work:
                 interruptible()
-                for output in self.engine.step():
-                    answer = answers[output.request_id]
-                    answer.text += output.text
-                    answer.token_ids += output.token_ids
-                    answer.logprobs += output.logprobs or []
-                    answer.selections += output.selections or []
-                    answer.finish_reason, answer.cached_tokens = output.finish_reason, output.cached_tokens
-                    answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
+                for step in self.engine.step():
+                    output = texts[step.request_id].read([step])
                     if output.error is not None:
                         raise RuntimeError(f"{output.request_id}: {output.error}")
+                    answers[output.request_id].add(output)
                     tokens += len(output.token_ids)
                     if output.finish_reason is not None:
+                        self.engine.stop(output.request_id)  # at a stop string
                         bar.set_postfix_str(f"{tokens / (monotonic() - began):.1f} tokens/s", refresh=False)
                         bar.update()

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, its text as tokens arrive, and what the engine reports about it."""
+"""A request on its way through the engine, and why one is not served."""
 
 from __future__ import annotations
 
@@ -6,64 +6,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from shadowkv.engine.outputs import RequestTimes
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shadowkv.engine.selections import TokenSelections
     from shadowkv.prefix_cache.device.matches import Prompt
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
-
-
-@dataclass
-class RequestTimes:
-    """When things happened to a request, in seconds of ``time.monotonic``; None until then."""
-
-    arrival: float
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one step added to a request.
-
-    Attributes:
-        text: the new text (may be empty while a character or a stop string is incomplete).
-        token_ids: the new tokens.
-        logprobs: one per new token, if requested.
-        finish_reason: ``stop``, ``length`` or ``error``; None while it is running.
-        error: what went wrong, where the reason is ``error``.
-        times: of the request so far.
-        prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
-        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
-        stop_string: the request's stop string that ended the text, on the last output, if one did.
-        selections: what each new token attended to, if requested; None for the first, which prefill chose.
-    """
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    error: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    times: RequestTimes
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    stop_string: str | None = None
-    selections: list[TokenSelections | None] | None = None
 
 
 class Constraint(Protocol):
@@ -123,54 +73,57 @@ class RequestError(ValueError):
         self.param = param
 
 
-class DecodeStream(Protocol):
-    """Text of tokens one by one; never half a character."""
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request may ask for, of an engine with memory for it.
 
-    def push(self, token_id: int) -> str: ...
+    Attributes:
+        vocab_size: of the model.
+        max_model_len: tokens of a prompt with its answer.
+        default_max_tokens: of an answer, where a request does not say.
+    """
 
-    def flush(self) -> str: ...
+    vocab_size: int
+    max_model_len: int
+    default_max_tokens: int
+
+    def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens a request may generate: what it asks for, or the default as far as the context has room."""
+        if params.max_tokens is not None:
+            return params.max_tokens
+        return max(1, min(self.default_max_tokens, self.max_model_len - prompt_tokens))
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises RequestError for a request that could never be served, whatever its JSON schema."""
+        named = {"prompt": prompt_token_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, ids in named.items():
+            for token in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= token < self.vocab_size:
+                    raise RequestError(f"token id {token} is not in this model's vocabulary of {self.vocab_size}", name)
+        if params.json_schema is not None and (params.min_tokens or params.ignore_eos):
+            raise RequestError(
+                "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
+            )
+        prompt_tokens, max_tokens = len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params)
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
+        if prompt_tokens + max_tokens > self.max_model_len:
+            full = prompt_tokens >= self.max_model_len
+            rest = ", which leaves no room for an answer" if full else f" and max_tokens asks for {max_tokens} more"
+            raise RequestError(
+                f"this model's maximum context length is {counted(self.max_model_len, 'token')}, but the prompt has "
+                f"{counted(prompt_tokens, 'token')}{rest}",
+                "prompt" if full else "max_tokens",
+            )
 
 
-class Detokenizer:
-    """Text of one request. What might be the start of a stop string is held back until it is known not to be."""
+class EngineDead(RuntimeError):
+    """The engine has ended; no request can be served."""
 
-    def __init__(self, stream: DecodeStream, stop: tuple[str, ...]) -> None:
-        self._stream, self._stop = stream, stop
-        self._held = ""
-        self.stop_string: str | None = None
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete: ``stop_string``."""
-        return self.stop_string is not None
+class EngineStopped(EngineDead):
+    """It has ended because it was stopped."""
 
-    def push(self, token_id: int) -> str:
-        """Text that is certain after one more token; sets ``stopped`` when a stop string is complete."""
-        return self._release(self._stream.push(token_id))
 
-    def finish(self) -> str:
-        """The rest of the text, when generation has ended for another reason."""
-        if self.stopped:
-            return ""
-        text = self._release(self._stream.flush())
-        held, self._held = self._held, ""
-        return text + held
-
-    def _release(self, text: str) -> str:
-        text = self._held + text
-        ends = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
-        if ends:
-            place, self.stop_string = min(ends)
-            self._held = ""
-            return text[:place]
-        keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if stop.startswith(text[-length:]):
-                return length
-        return 0
+class EngineBusy(RuntimeError):
+    """The queue of waiting requests is full."""

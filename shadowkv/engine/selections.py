@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.engine.outputs import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import selected_scores
 from shadowkv.kvcache.memory.sealed import SealedBatch
@@ -32,44 +32,6 @@ one: weighting what is selected in every layer would take a fifth of a step of a
 
 MOST_CELLS = 64
 """Cells reported per group: those with the largest weights."""
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Cells that a layer, which stands for a group of layers, selected from, in ascending order.
-
-    Attributes:
-        layers: the first of the group, and the one after the last.
-        layer: the one that was looked at.
-        cells: numbers of cells; cell n holds the positions from ``n * cell`` on.
-        weights: for each cell, the share of its selected tokens in the softmax over all that are selected: a mean over
-            query heads.
-    """
-
-    layers: tuple[int, int]
-    layer: int
-    cells: list[int]
-    weights: list[float]
-
-
-@dataclass(frozen=True)
-class TokenSelections:
-    """What the decode step that chose a token attended to.
-
-    Attributes:
-        length: tokens before the one that was chosen.
-        cell: tokens of a cell.
-        everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
-        exact: runs of positions [first, end) that every layer attended to in addition: the sink, and the newest tokens.
-            Outliers, which policies may keep exact as well, are not reported.
-        groups: by group of layers, what was selected of the rest; empty where everything was attended to.
-    """
-
-    length: int
-    cell: int
-    everything: bool
-    exact: list[tuple[int, int]]
-    groups: list[LayerGroup]
 
 
 class SelectionRecord:

@@ -160,6 +160,25 @@ def load_model(
     return LoadedModel(config, shard, model, files.tokenizer, name, notes, sampling)
 
 
+def load_tokenizer(
+    source: str | Path,
+    *,
+    load_format: str = "auto",
+    max_model_len: int | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> Tokenizer:
+    """The tokeniser that ``load_model`` gives, without the weights; raises as that does."""
+    if load_format == "dummy":
+        config = load_config(source, max_model_len, hf_overrides)
+        return byte_tokenizer(config.vocab_size, config.eos_token_ids)
+    path = resolve(source, weights=False)
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        return tokenizer_from_gguf(file, config_from_gguf(file, max_model_len, hf_overrides).eos_token_ids)
+    config, _ = config_from_directory(path, max_model_len, hf_overrides)
+    return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+
+
 def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
     """A model of random weights, whose tokens are bytes."""
     shard = Shard(config, group.rank, group.size)

@@ -20,13 +20,14 @@ from typing import Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
+from shadowkv.log_format import set_up_log
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.lines import LineRequest
 from shadowkv.serve.batch.run import BatchFailed, BatchRun, run_files
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import parse_json
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.process import exit_on_signals, set_up_log
+from shadowkv.serve.process import exit_on_signals
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
@@ -84,14 +85,14 @@ class Replica:
 
     def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
         # Imported here: the driver needs no PyTorch.
-        from shadowkv.engine.async_engine import AsyncEngine
+        from shadowkv.engine.process.launch import EngineProcess
         from shadowkv.serve.batch.answers import LineAnswers
 
         try:
-            engine = AsyncEngine(config)
+            self._process = EngineProcess(config)  # ends with this one
         except (ValueError, MemoryError, OSError) as error:  # not all of these can be sent to the driver
             raise RuntimeError(one_line(error)) from None
-        engine.start()
+        engine = self._process.clients[0]
         self._answers = LineAnswers(engine, model or engine.model_name, ServerSettings())
         self._path = path
 

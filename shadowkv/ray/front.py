@@ -77,7 +77,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        page = merged(await front.metrics(), app.state.metrics.text())
+        page = merged(await front.metrics(), await app.state.metrics.text())
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     front.app = app

@@ -10,13 +10,13 @@ from contextlib import suppress
 from ray import serve
 from starlette.types import Message
 
-from shadowkv.engine.async_engine import EngineDead
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.request import EngineDead
+from shadowkv.log_format import set_up_log
 from shadowkv.ray.router import ForwardedRequest
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.process import set_up_log
-from shadowkv.serve.start import load_engines
+from shadowkv.serve.start import start_engine
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class Replica:
         self, config: EngineConfig, compare: str | None, served_name: str | None, settings: ServerSettings
     ) -> None:
         set_up_log()
-        self._engines = load_engines(config, compare)
-        engine = self._engines[0]
+        self._process = start_engine(config, compare)
+        engine, *others = self._process.clients
         settings.check_template(engine.tokenizer.chat_template)
         engine.tokenizer.chat_encoder.prepare()
         self._served_name = served_name or engine.model_name
-        self._app = build_app(engine, self._served_name, settings, *self._engines[1:])
+        self._app = build_app(engine, self._served_name, settings, *others)
         self._id: str = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
@@ -90,15 +90,15 @@ class Replica:
 
     async def describe(self) -> tuple[list[str], str]:
         """Lines for the start of a server, and the model's name to clients."""
-        return self._engines[0].describe(), self._served_name
+        return self._process.clients[0].describe(), self._served_name
 
     async def metrics(self) -> tuple[str, bytes]:
         """The replica's id, and its Prometheus metrics."""
-        return self._id, self._app.state.metrics.text()
+        return self._id, await self._app.state.metrics.text()
 
     def check_health(self) -> None:
         """Called by Ray Serve, which starts another replica where this one raises."""
-        if not self._engines[0].is_alive:
+        if not self._process.clients[0].is_alive:
             raise EngineDead("the engine has died")
 
     def __del__(self) -> None:
@@ -106,5 +106,5 @@ class Replica:
         if hasattr(self, "_app"):
             self._app.state.bodies.close()
             self._app.state.documents.close()
-        for engine in getattr(self, "_engines", ()):
-            engine.shutdown(ENGINE_SECONDS)
+        if hasattr(self, "_process"):
+            self._process.stop(ENGINE_SECONDS)

@@ -13,7 +13,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import run_until_stopped
-from shadowkv.serve.start import add_arguments, bind, check_arguments, load_engines, with_surroundings
+from shadowkv.serve.start import add_arguments, bind, check_arguments, start_engine, with_surroundings
 
 SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2
@@ -57,10 +57,9 @@ def _run(args: argparse.Namespace) -> int:
             else:
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bind(args.host, args.port))
-            engines = load_engines(config, args.compare)
-            for engine in engines:
-                stack.callback(engine.shutdown, SHUTDOWN_SECONDS)
-            engine = engines[0]
+            process = start_engine(config, args.compare)
+            stack.callback(process.stop, SHUTDOWN_SECONDS)
+            engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
         except (ValueError, MemoryError, OSError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
@@ -74,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve
 
-        serve(engines, name, listener, settings)
+        serve(process, name, listener, settings)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,17 +30,18 @@ from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.engine.process.launch import EngineProcess
 
 ENGINE_SECONDS = 5.0
 """How long a stop waits for the current step."""
 
 
 def build_app(
-    engine: AsyncEngine,
+    engine: EngineClient,
     served_name: str,
     settings: ServerSettings | None = None,
-    compared: AsyncEngine | None = None,
+    compared: EngineClient | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -59,6 +60,8 @@ def build_app(
         yield
         await asyncio.to_thread(bodies.close)
         await asyncio.to_thread(documents.close)
+        for served in engines.values():
+            served.disconnect()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
@@ -96,9 +99,10 @@ def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | No
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
 
 
-def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
-    """Serves the first engine on a bound socket, with a second one, if any, that its answers are compared with;
-    raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
+def serve(process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
+    """Serves the first engine of a process on a bound socket, with a second one, if any, that its answers are compared
+    with; raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
+    engines = process.clients
     engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
     app = build_app(engines[0], served_name, settings, *engines[1:])
-    run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)
+    run(app, [partial(asyncio.to_thread, process.stop, ENGINE_SECONDS)], listener)

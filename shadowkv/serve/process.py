@@ -1,4 +1,4 @@
-"""What every process that serves sets up for itself: how signals end it, its log, and how many files it may open."""
+"""What every process that serves clients sets up for itself: how signals end it, and how many files it may open."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import NoReturn
 
+from shadowkv.log_format import set_up_log
 from shadowkv.wording import SettingsError
-
-MAX_CHARS = 2000
-"""Limit for a message, and for each line of a traceback: both may quote a request."""
-
-MAX_LINES = 200
-"""Limit for a traceback; the middle of a longer one is left out."""
-
-INDENT = "    "
 
 logger = logging.getLogger("shadowkv.serve.open_files")  # the name that the log shows
 
@@ -48,43 +40,6 @@ def exit_on_signals() -> None:
 def on_terminate(number: int, frame: object) -> NoReturn:
     """The signal handler."""
     sys.exit(128 + number)
-
-
-class LogFormatter(logging.Formatter):
-    """Escapes and shortens messages, so that nothing that a client sends makes a record look like two, or long;
-    tracebacks keep their lines, none of which begins like a record."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = escaped(record.message)
-        return super().formatMessage(record)
-
-    def formatException(
-        self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-    ) -> str:
-        lines = super().formatException(ei).splitlines()
-        if len(lines) > MAX_LINES:
-            half = MAX_LINES // 2
-            lines = [*lines[:half], f"… {len(lines) - 2 * half} lines are left out …", *lines[-half:]]
-        return "\n".join(INDENT + escaped(line) for line in lines)
-
-
-def escaped(text: str) -> str:
-    """``text`` on one line, shortened and without control characters."""
-    cut = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}… ({len(text)} characters)"
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
-
-
-def set_up_log() -> None:
-    """Sends to stderr, in this format, warnings and errors of every library, the engine's messages about its start, and
-    a line for each request; a log that is already set up is left alone."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter())
-    logging.basicConfig(handlers=[handler])
-    for name in ("shadowkv.engine", "shadowkv.serve.request_log"):
-        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:

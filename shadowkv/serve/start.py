@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
-from shadowkv.wording import SettingsError
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
-
-POLICY_FIELDS = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "kv_dense_below") + (
-    ("kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
-)
-"""Settings that apply to the served policy's cache and not to one that it is compared with."""
+    from shadowkv.engine.process.launch import EngineProcess
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,31 +57,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def load_engines(config: EngineConfig, compare: str | None) -> list[AsyncEngine]:
-    """A running engine and, if there is a policy to compare it with, one with that policy on the same weights, for two
-    sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank cannot start.
-    """
+def start_engine(config: EngineConfig, compare: str | None) -> EngineProcess:
+    """The process of an engine and, if there is a policy to compare it with, of one with that policy on the same
+    weights, for two sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank
+    cannot start."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help needs no PyTorch, which takes seconds.
-    from shadowkv.engine.async_engine import AsyncEngine
-    from shadowkv.engine.startup.loading import load_from_config
-    from shadowkv.layers.group import RankFailure
+    from shadowkv.engine.process.launch import EngineProcess
 
-    if compare is None:
-        try:
-            engine = AsyncEngine(config)
-        except RankFailure as error:
-            raise ChildProcessError(str(error)) from error
-        engine.start()
-        return [engine]
-    loaded = load_from_config(config)
-    own = {name: getattr(EngineConfig, name) for name in POLICY_FIELDS}
-    # First, since the other takes the remaining memory of a GPU.
-    try:
-        compared = AsyncEngine(replace(config, **own, kv=compare, max_num_seqs=1, max_cached_seqs=1), loaded)
-    except SettingsError as error:
-        raise ValueError(error.as_flags({"kv": "--compare"})) from error
-    compared.start()
-    engine = AsyncEngine(config, loaded)
-    engine.start()
-    return [engine, compared]
+    return EngineProcess(config, compare)

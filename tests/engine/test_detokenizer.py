@@ -1,12 +1,13 @@
 """Stop strings in text that comes in pieces."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.engine.request import Detokenizer
+from shadowkv.engine.answer_text import Detokenizer
 
 
 class Pieces:
@@ -15,8 +16,8 @@ class Pieces:
     def __init__(self, pieces: list[str], rest: str = "") -> None:
         self.pieces, self.rest = pieces, rest
 
-    def push(self, token_id: int) -> str:
-        return self.pieces[token_id]
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.pieces[token] for token in token_ids)
 
     def flush(self) -> str:
         rest, self.rest = self.rest, ""
@@ -29,7 +30,7 @@ def run(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[list[
     texts = []
     for token in range(len(pieces)):
         assert not detokenizer.stopped
-        texts.append(detokenizer.push(token))
+        texts.append(detokenizer.push([token]))
         if detokenizer.stopped:
             return texts, True
     texts.append(detokenizer.finish())
@@ -84,7 +85,7 @@ def test_a_stop_string_that_the_flush_completes_still_stops():
 
 def test_nothing_is_left_after_finish():
     detokenizer = Detokenizer(Pieces(["S"]), ("STOP",))
-    assert detokenizer.push(0) == ""
+    assert detokenizer.push([0]) == ""
     assert detokenizer.finish() == "S"
     assert detokenizer.finish() == ""
 
@@ -138,5 +139,5 @@ def test_a_long_text_cut_anywhere_gives_the_same_result(drawn):
 
 def test_the_stop_string_that_comes_first_is_known():
     detokenizer = Detokenizer(Pieces(["ab", "xSTOP", "END"]), ("END", "STOP"))
-    assert [detokenizer.push(token) for token in range(2)] == ["ab", "x"]
+    assert [detokenizer.push([token]) for token in range(2)] == ["ab", "x"]
     assert detokenizer.stop_string == "STOP"

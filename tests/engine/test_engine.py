@@ -11,7 +11,8 @@ import torch
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.engine.request import RequestError, RequestOutput
+from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.request import RequestError
 from shadowkv.kvcache.memory.arenas import Blocks
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -31,21 +32,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         monkeypatch.setattr(f"shadowkv.engine.engine.{gap}", 0.0)
 
 
-def drain(engine: Engine) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {}
+def drain(engine: Engine) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {}
     while engine.has_work:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
     return outputs
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
+def tokens(outputs: list[TokenOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
 def assert_empty(engine: Engine) -> None:
     """Nothing is left of any request."""
-    assert not engine.has_work and not engine._text and not engine._aborted
+    assert not engine.has_work and not engine._open and not engine._aborted
     while engine.scheduler.prefix_cache.evict():
         pass
     assert engine.cache.free == engine.cache.total
@@ -113,24 +114,24 @@ def test_answers_do_not_depend_on_who_else_runs(make: Any) -> None:
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> None:
     engine = make(kv="shadowkv", max_model_len=1000)
     with pytest.raises(RequestError, match=r"1000 tokens.*990 tokens.*20 more") as caught:
-        engine.requests.validate(prompt(0, 990), SamplingParams(max_tokens=20))
+        engine.requests.limits.check(prompt(0, 990), SamplingParams(max_tokens=20))
     assert caught.value.param == "max_tokens"
     with pytest.raises(RequestError, match="1500 tokens") as caught:
-        engine.requests.validate(prompt(0, 1500), SamplingParams())
+        engine.requests.limits.check(prompt(0, 1500), SamplingParams())
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="empty"):
-        engine.requests.validate([], GREEDY)
+        engine.requests.limits.check([], GREEDY)
     with pytest.raises(RequestError, match="token id 300"):
-        engine.requests.validate([5, 300], GREEDY)
+        engine.requests.limits.check([5, 300], GREEDY)
     leave_blocks(engine, 3, 3)
     with pytest.raises(RequestError, match="blocks"):
-        engine.requests.validate(prompt(0, 900), GREEDY)
+        engine.request("large", prompt(0, 900), GREEDY)
 
 
 def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> None:
     engine = make(kv="full", default_max_tokens=32)
-    assert engine.requests.max_tokens(100, SamplingParams()) == 32
-    assert engine.requests.max_tokens(2040, SamplingParams()) == 8
+    assert engine.requests.limits.max_tokens(100, SamplingParams()) == 32
+    assert engine.requests.limits.max_tokens(2040, SamplingParams()) == 8
 
 
 def test_contexts_that_never_seal_start(make: Any) -> None:
@@ -330,7 +331,7 @@ def test_times_and_stats(make: Any) -> None:
 def test_stop_tokens_outside_the_vocabulary_are_refused(make: Any) -> None:
     engine = make(kv="full")
     with pytest.raises(RequestError, match="token id 300") as caught:
-        engine.requests.validate([5], SamplingParams(min_tokens=1, max_tokens=8, stop_token_ids=(300,)))
+        engine.requests.limits.check([5], SamplingParams(min_tokens=1, max_tokens=8, stop_token_ids=(300,)))
     assert caught.value.param == "stop_token_ids"
 
 

@@ -141,7 +141,7 @@ def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:
 
 def test_a_schema_and_ignore_eos_contradict(llm: LLM) -> None:
     with pytest.raises(RequestError, match="ignore_eos"):
-        llm.engine.requests.validate([5], SamplingParams(json_schema="{}", ignore_eos=True))
+        llm.engine.requests.limits.check([5], SamplingParams(json_schema="{}", ignore_eos=True))
 
 
 def strings(count: int, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from test_faults import fail_next_prefill
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.outputs import TokenOutput
 
 LONG, SHORT = prompt(1, 1500), prompt(2, 90)
 PROMPTS = {"long": LONG, "next": prompt(3, 300), "short": SHORT}
@@ -60,7 +60,7 @@ def alone(make: Any, ids: list[int], **options: Any) -> list[int]:
     return tokens(drain(engine)["x"])
 
 
-def in_order(engine: Engine) -> list[RequestOutput]:
+def in_order(engine: Engine) -> list[TokenOutput]:
     found = []
     while engine.has_work:
         found += engine.step()
@@ -217,7 +217,7 @@ def test_ctrl_c_while_both_are_at_work(make: Any, tiny: Path, monkeypatch: pytes
     llm = LLM(str(tiny), load_format="dummy", kv="shadowkv", kv_dense_below=0, max_num_seqs=2, max_cached_seqs=1)
     step, seen = llm.engine.step, []
 
-    def interrupted() -> list[RequestOutput]:
+    def interrupted() -> list[TokenOutput]:
         outputs = step()
         if len(names(llm.engine)) == 2 and not seen:
             seen.append(names(llm.engine))

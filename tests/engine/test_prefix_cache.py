@@ -10,7 +10,7 @@ from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, token
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.kvcache.policy.spec import PAGE
 
 DOCUMENT = prompt(1, 10 * PAGE)
@@ -42,16 +42,16 @@ def fresh(make: Any, ids: list[int], params: SamplingParams = GREEDY, **options:
     return tokens(drain(engine)["x"])
 
 
-def until(engine: Engine, count: int) -> dict[str, list[RequestOutput]]:
+def until(engine: Engine, count: int) -> dict[str, list[TokenOutput]]:
     """Steps until so many requests run; what came of them."""
-    outputs: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[TokenOutput]] = {}
     while len(engine.scheduler.running) < count:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
     return outputs
 
 
-def cached(outputs: dict[str, list[RequestOutput]]) -> dict[str, int]:
+def cached(outputs: dict[str, list[TokenOutput]]) -> dict[str, int]:
     return {name: some[-1].cached_tokens for name, some in outputs.items()}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import choice_seed
 
 SEEDED = SamplingParams(max_tokens=30, temperature=1.0, seed=11, ignore_eos=True, logprobs=0)
@@ -39,7 +39,7 @@ class Recorded(Engine):
         self.seeds.append(batch.sampling.seeds)
         return selected
 
-    def answer(self, name: str, wanted: list[int], params: SamplingParams) -> list[RequestOutput]:
+    def answer(self, name: str, wanted: list[int], params: SamplingParams) -> list[TokenOutput]:
         """Of the newest of all requests; what is noted is of this answer alone."""
         self.selected, self.seeds = [], []
         self.add_request(name, wanted, params)
@@ -53,7 +53,7 @@ def engine(tiny: Path, tmp_path: Path) -> Recorded:
     return Recorded(tmp_path)
 
 
-def logprobs(outputs: list[RequestOutput]) -> list[float]:
+def logprobs(outputs: list[TokenOutput]) -> list[float]:
     return [one.logprob for output in outputs for one in output.logprobs or []]
 
 

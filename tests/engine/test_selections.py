@@ -14,8 +14,8 @@ from test_engine import drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.request import RequestOutput
-from shadowkv.engine.selections import MOST_CELLS, TokenSelections
+from shadowkv.engine.outputs import TokenOutput, TokenSelections
+from shadowkv.engine.selections import MOST_CELLS
 from shadowkv.kvcache.inspection import sealed_rows
 
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -36,7 +36,7 @@ def build(tiny: Path, tmp_path: Path) -> Any:
     return engine
 
 
-def told(outputs: list[RequestOutput]) -> list[TokenSelections | None]:
+def told(outputs: list[TokenOutput]) -> list[TokenSelections | None]:
     return [one for output in outputs for one in output.selections or []]
 
 

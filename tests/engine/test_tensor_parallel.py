@@ -22,20 +22,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from shadowkv import SamplingParams
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.parallel.driver import DriverRunner
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.worker import Worker
-from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.families.registry import family
 from shadowkv.serve.start import load_engines
+from tests.local_engine import LocalEngine
 
 SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 32}
 
@@ -68,13 +68,13 @@ def engine_of(model: Path, size: int, **options: Any) -> Iterator[Engine]:
         engine.close()
 
 
-def answers(engine: Engine) -> dict[str, list[RequestOutput]]:
+def answers(engine: Engine) -> dict[str, list[TokenOutput]]:
     """Of prompts that share a start, one that is given up in the middle, sampled and greedy, one with its own
     scores."""
     shared = prompt(0, 925)
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)  # a page is sealed: 96 > 93
     sampled = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
-    outputs: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[TokenOutput]] = {}
     engine.add_request("long", shared, greedy)
     engine.add_request("short", prompt(1, 20), sampled)
     outputs |= drain(engine)
@@ -89,7 +89,7 @@ def answers(engine: Engine) -> dict[str, list[RequestOutput]]:
     return outputs | drain(engine)
 
 
-def chances(outputs: list[RequestOutput]) -> list[float]:
+def chances(outputs: list[TokenOutput]) -> list[float]:
     return [one.logprob for output in outputs for one in output.logprobs or []]
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture
         assert time.monotonic() - began < 300  # the group itself waits half an hour
         engine.abort("one")
     assert not workers()
-    served = AsyncEngine(EngineConfig(model=str(model), tensor_parallel_size=2, max_model_len=256, max_num_seqs=2))
+    served = LocalEngine(EngineConfig(model=str(model), tensor_parallel_size=2, max_model_len=256, max_num_seqs=2))
     served.start()
     (rank,) = workers()
     os.kill(rank, signal.SIGKILL)
@@ -204,7 +204,7 @@ def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeyp
             pass
         take = engine._take_tokens
 
-        def noticed(*args: Any, **options: Any) -> list[RequestOutput]:
+        def noticed(*args: Any, **options: Any) -> list[TokenOutput]:
             ranks.failure = "tensor-parallel rank 1 has ended (SIGKILL)"
             return take(*args, **options)
 

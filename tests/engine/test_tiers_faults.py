@@ -24,13 +24,14 @@ sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
 
 from shadowkv import LLM
-from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import EngineDead
 from shadowkv.engine.scheduling.scheduler import Leader, Sharing
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from tests.local_engine import LocalEngine
 
 QUESTION = DOCUMENT + prompt(2, 100)
 
@@ -301,7 +302,7 @@ def test_a_thousand_that_wait_for_one_document_are_soon_looked_through(make: Any
 
 
 def test_clients_of_a_server_that_ends_do_not_wait_for_its_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = AsyncEngine(EngineConfig(model=str(tiny), load_format="dummy", kv="full"))
+    engine = LocalEngine(EngineConfig(model=str(tiny), load_format="dummy", kv="full"))
     written = threading.Event()
     monkeypatch.setattr(engine.engine, "close", lambda: written.wait(300))
     engine.start()

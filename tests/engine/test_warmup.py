@@ -14,13 +14,15 @@ import pytest
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import fail_next_prefill
 
-from shadowkv.engine import async_engine, warmup
-from shadowkv.engine.async_engine import AsyncEngine, EngineDead
+from shadowkv.engine import warmup
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.process import core as engine_core
+from shadowkv.engine.request import EngineDead
 from shadowkv.engine.warmup import use_everything_once, warm_up
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.layers.group import RankFailure
+from tests.local_engine import LocalEngine
 
 OPTIONS = [{"max_num_seqs": 1, "max_cached_seqs": 0}, {"max_model_len": 130}, {"max_model_len": 9}]
 
@@ -189,35 +191,35 @@ def engine_threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def served(tiny: Path) -> Any:
-    engine = AsyncEngine(EngineConfig(model=str(tiny), load_format="dummy", max_num_seqs=2))
+    engine = LocalEngine(EngineConfig(model=str(tiny), load_format="dummy", max_num_seqs=2))
     yield engine
     engine.shutdown(10)
     assert not engine_threads()
 
 
-def test_a_server_starts_once_its_own_thread_is_warm(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_starts_once_its_own_thread_is_warm(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    monkeypatch.setattr(async_engine, "warm_up", lambda engine, stopped: threads.append(threading.current_thread()))
+    monkeypatch.setattr(engine_core, "warm_up", lambda engine, stopped: threads.append(threading.current_thread()))
     served.start()
     assert threads == engine_threads() and served.is_alive
 
 
-def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(engine: Engine, stopped: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while not stopped():
             pass
 
-    monkeypatch.setattr(async_engine, "warm_up", endless)
+    monkeypatch.setattr(engine_core, "warm_up", endless)
     with pytest.raises(KeyboardInterrupt):
         served.start()
     assert not engine_threads()
 
 
-def test_a_server_whose_warm_up_dies_does_not_start(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_warm_up_dies_does_not_start(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(engine: Engine, stopped: Any) -> None:
         raise SystemError("no device")
 
-    monkeypatch.setattr(async_engine, "warm_up", die)
+    monkeypatch.setattr(engine_core, "warm_up", die)
     with pytest.raises(EngineDead, match="no device"):
         served.start()

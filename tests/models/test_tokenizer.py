@@ -90,7 +90,7 @@ def test_smollm2_chat_template(chat: list[dict[str, Any]], prompt: bool, smollm2
 def test_stream_gives_whole_characters(text: str, smollm2: LoadedModel) -> None:
     tokenizer = smollm2.tokenizer
     stream = tokenizer.stream(skip_special_tokens=False)
-    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    pieces = [stream.push([token]) for token in tokenizer.encode(text)]
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) + stream.flush() == text
@@ -102,14 +102,14 @@ def test_stream_replaces_what_never_completes(smollm2: LoadedModel) -> None:
     assert len(whole) > 1
     partial = whole[:1]
     stream = tokenizer.stream()
-    assert stream.push(partial[0]) == ""
+    assert stream.push([partial[0]]) == ""
     assert stream.flush() == "\ufffd"
     stream = tokenizer.stream()
-    pushed = [stream.push(partial[0]) for _ in range(100)]
+    pushed = [stream.push([partial[0]]) for _ in range(100)]
     assert any(pushed), "text that is no UTF-8 must not be held back for ever"
     stream = tokenizer.stream()
-    assert not any(stream.push(2) for _ in range(100)), "special tokens are skipped"
-    assert stream.push(tokenizer.encode("Hi")[0]) == "Hi"
+    assert not any(stream.push([2]) for _ in range(100)), "special tokens are skipped"
+    assert stream.push(tokenizer.encode("Hi")[:1]) == "Hi"
 
 
 SPM_WORDS = ["▁t", "he", "▁the", "in", "▁in", "er", "▁w", "or", "ld", "▁wor", "▁world", "▁▁", "▁a", "▁an", "an"]
@@ -137,7 +137,8 @@ def test_sentencepiece_equals_transformers(text: str, arch: str, tmp_path: Path)
     assert ids[0] == ours.bos_token_id == 1
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     stream = ours.stream()
-    assert "".join(map(stream.push, ids)) + stream.flush() == ours.decode(ids)
+    assert "".join(stream.push([token]) for token in ids) + stream.flush() == ours.decode(ids)
+    assert ours.stream().push(ids) == ours.decode(ids)
 
 
 @pytest.mark.parametrize(("pre", "adds_bos"), [("llama-bpe", True), ("qwen2", False), ("gpt-2", False)])

@@ -21,11 +21,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.ray.serve import check_room
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
+from tests.local_engine import LocalEngine
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 KEY = {"Authorization": "Bearer secret"}
@@ -64,9 +64,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncEngine]:
+def engine() -> Iterator[LocalEngine]:
     """The plain one."""
-    engine = AsyncEngine(EngineConfig(**SMALL))
+    engine = LocalEngine(EngineConfig(**SMALL))
     engine.start()
     yield engine
     engine.shutdown(10)
@@ -108,7 +108,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def plain(engine: AsyncEngine) -> Iterator[httpx.Client]:
+def plain(engine: LocalEngine) -> Iterator[httpx.Client]:
     """A plain server's answers."""
     from starlette.testclient import TestClient
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 from http_server import http_server
 
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
+from tests.local_engine import LocalEngine
 
 MODEL = {
     "model_type": "llama",
@@ -40,7 +40,7 @@ def tokens(seed: int, length: int = 300) -> list[int]:
 class Client:
     """Asks one server."""
 
-    def __init__(self, url: str, engine: AsyncEngine) -> None:
+    def __init__(self, url: str, engine: LocalEngine) -> None:
         self.engine, self.http = engine, httpx.Client(base_url=url, timeout=300)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -82,7 +82,7 @@ def serving(model: Path, directory: Path, settings: ServerSettings | None = None
     """Serves a model, with files in ``directory`` unless told otherwise."""
     given = {"kv": "full", "kv_offload_gib": OFFLOAD, "kv_disk_dir": str(directory), "max_num_seqs": 4}
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu", **{**given, **options})
-    engine = AsyncEngine(config)
+    engine = LocalEngine(config)
     engine.start()
     try:
         with http_server(build_app(engine, "tiny", settings)) as url:

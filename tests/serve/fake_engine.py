@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
+from shadowkv.engine.outputs import LayerGroup, RequestOutput, RequestTimes, TokenLogprobs, TokenSelections
+from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.prefix_cache.cache import PrefixSegment
@@ -101,7 +100,9 @@ class FakeEngine:
         self.stop_string: str | None = None
         self.saved: dict[str, Saved] = {}
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
+        if not self.is_alive:
+            raise EngineDead("the engine has died: boom")
         tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
         prefixes = {
             "device": TierStats(10, 100, 640, 2),
@@ -109,6 +110,9 @@ class FakeEngine:
             "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12, 6),
         }
         return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
+
+    def disconnect(self) -> None:
+        pass
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         if not self.is_alive:

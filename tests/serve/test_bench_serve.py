@@ -18,15 +18,15 @@ from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv import __version__
 from shadowkv.bench.__main__ import main
 from shadowkv.bench.serving_stats import Record, decode_only, figures
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
+from tests.local_engine import LocalEngine
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[str]:
     with tiny_model() as folder:
-        engine = AsyncEngine(EngineConfig(model=str(folder), max_num_seqs=4, max_model_len=512, **ENGINE))
+        engine = LocalEngine(EngineConfig(model=str(folder), max_num_seqs=4, max_model_len=512, **ENGINE))
         engine.start()
         with http_server(build_app(engine, "tiny")) as url:
             yield f"{url}/v1"

@@ -38,7 +38,7 @@ def test_what_was_saved_comes_back_after_a_crash(serve: Serve, tmp_path: Path, k
     with serve(**options, kv_disk_dir=str(tmp_path / "crashed")) as client:
         restored = client.done("/cache/restore", name="a.prompt-1")
         assert (restored["tokens"], restored["bytes"]) == (saved["tokens"], saved["bytes"])
-        stats = client.engine.stats().prefixes
+        stats = client.engine.engine.stats().prefixes
         assert stats["disk"].restores == 1 and stats["host"].used_bytes > 0
         assert client.done("/cache/restore", name="a.prompt-1")["tokens"] == 640  # it is there
         for path in (tmp_path / "crashed").glob("*.safetensors"):

@@ -74,7 +74,7 @@ def test_a_disk_that_hangs_is_not_waited_for(serve: Serve, monkeypatch: pytest.M
         client.done("/cache/save", name="x", prompt=tokens(1))
         client.forget_above_the_disk()
         disk.held = (held,)
-        patch.setattr("shadowkv.engine.async_engine.DISK_SECONDS", 0.6)
+        patch.setattr("shadowkv.engine.process.client.DISK_SECONDS", 0.6)
         path, body = ("/cache/save", {"prompt": tokens(2)}) if held == "write" else ("/cache/restore", {})
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(client.post(path, name="x", **body)))

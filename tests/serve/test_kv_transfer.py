@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
 from faulty_disks import HeldDisk
 
-from shadowkv.engine.async_engine import AsyncEngine
+from tests.local_engine import LocalEngine
 
 Serve = Callable[..., Any]
 
@@ -116,7 +116,7 @@ def test_what_another_policy_has_written_is_not_waited_for(serve: Serve) -> None
 def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk()
     monkeypatch.setattr("shadowkv.prefix_cache.disk.tier.FileSystem", lambda: disk)
-    monkeypatch.setattr("shadowkv.engine.handovers.SENDING_SECONDS", 0.3)
+    monkeypatch.setattr("shadowkv.engine.process.client.SENDING_SECONDS", 0.3)
     with serve(role="prefill") as prefill:
         disk.held = ("write",)
         assert prefill.done("/v1/completions", prompt=PROMPT, **SENT)["kv_transfer_params"] is None
@@ -128,13 +128,13 @@ def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkey
 
 def test_each_role_does_its_own_part_alone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    ask_engine = AsyncEngine.ask
+    ask_engine = LocalEngine.ask
 
-    async def spy(self: AsyncEngine, *arguments: Any) -> Any:
+    async def spy(self: LocalEngine, *arguments: Any) -> Any:
         asked.append(self.role)
         return await ask_engine(self, *arguments)
 
-    monkeypatch.setattr(AsyncEngine, "ask", spy)
+    monkeypatch.setattr(LocalEngine, "ask", spy)
     named = {"do_remote_prefill": True, "remote_snapshots": [40 * "a"]}
     with both(serve) as (prefill, decode):
         ask(prefill, tokens(1, 64), max_tokens=1, kv_transfer_params=named)

@@ -16,26 +16,26 @@ import openai
 import pytest
 from http_server import http_server
 
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.serve.app import build_app
 from shadowkv.serve.batch.answers import run_batch
 from shadowkv.serve.batch.files import BatchFiles
+from tests.local_engine import LocalEngine
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(EngineConfig(**SMALL))
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine(EngineConfig(**SMALL))
     engine.start()
     yield engine
     engine.shutdown(120)
 
 
 @pytest.fixture(scope="module")
-def client(engine: AsyncEngine) -> Iterator[openai.OpenAI]:
+def client(engine: LocalEngine) -> Iterator[openai.OpenAI]:
     with (
         http_server(build_app(engine, engine.model_name)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

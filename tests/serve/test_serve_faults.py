@@ -17,11 +17,11 @@ from replies import events
 from test_serve_errors import error_of
 from test_serve_long_prompts import TRIES, health_waits
 
-from shadowkv.engine import async_engine
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.process import client as engine_client
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.serve.app import build_app
+from tests.local_engine import LocalEngine
 
 SECONDS = 300
 """Most that anything takes, on any machine."""
@@ -29,15 +29,15 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "igno
 
 
 @pytest.fixture
-def engine() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(EngineConfig(max_model_len=512, max_num_seqs=2, max_cached_seqs=0, device="cpu"))
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine(EngineConfig(max_model_len=512, max_num_seqs=2, max_cached_seqs=0, device="cpu"))
     engine.start()
     yield engine
     engine.shutdown(10)
 
 
 @pytest.fixture
-def url(engine: AsyncEngine) -> Iterator[str]:
+def url(engine: LocalEngine) -> Iterator[str]:
     with http_server(build_app(engine, "small")) as url:
         yield url
 
@@ -60,7 +60,10 @@ def test_when_the_engine_dies_every_client_is_told(url, engine, monkeypatch):
     with ThreadPoolExecutor(4) as clients:
         answers = [clients.submit(ask, url, stream=number % 2 == 0) for number in range(4)]
         wait_until(
-            lambda: (engine.stats().running, engine.stats().waiting) == (2, 2) and engine.engine.scheduler.running
+            lambda: (
+                (engine.engine.stats().running, engine.engine.stats().waiting) == (2, 2)
+                and engine.engine.scheduler.running
+            )
         )
         assert httpx.get(f"{url}/health").status_code == 200
         monkeypatch.setattr(engine.engine.runner, "decode", die)
@@ -84,7 +87,8 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
         broken = clients.submit(ask, url, stream=stream)
         wait_until(lambda: engine.engine.scheduler.running)
         (running,) = engine.engine.scheduler.running
-        monkeypatch.setattr(engine.engine._text[running.request.request_id]._stream, "push", None)
+        text = engine._answers[running.request.request_id]._text
+        monkeypatch.setattr(text._detokenizer._stream, "push", None)
         other = clients.submit(ask, url, max_tokens=20)
         response = broken.result()
         # a stream whose first token failed has not begun: it is told by its status, as one answer is
@@ -94,7 +98,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
         assert other.result().json()["choices"][0]["text"] == wanted
     assert httpx.get(f"{url}/health").status_code == 200
     pool, finished = engine.engine.cache.pool, engine.engine.scheduler.prefix_cache
-    assert engine.stats().running == 0 and pool.free + finished.blocks() == pool.total
+    assert engine.engine.stats().running == 0 and pool.free + finished.blocks() == pool.total
 
 
 def test_a_schema_that_nothing_follows(url):
@@ -144,7 +148,7 @@ def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
             go.set()
             await asyncio.gather(*waiting)
 
-    monkeypatch.setattr(async_engine, "check_schema", check)
+    monkeypatch.setattr(engine_client, "check_schema", check)
     monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda schema, one_line: None)
     asyncio.run(run())
 

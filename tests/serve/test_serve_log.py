@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from shadowkv.log_format import MAX_CHARS, MAX_LINES, LogFormatter
 from shadowkv.serve.http.errors import as_api_error
-from shadowkv.serve.process import MAX_CHARS, MAX_LINES, LogFormatter
 
 FORGED = "2026-01-01 00:00:00,000 ERROR forged: all is lost"
 HEAD = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (WARNING|ERROR) shadowkv\.")

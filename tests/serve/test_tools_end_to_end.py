@@ -12,10 +12,10 @@ import openai
 import pytest
 from http_server import http_server
 
-from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
+from tests.local_engine import LocalEngine
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -39,7 +39,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    engine = AsyncEngine(EngineConfig(max_model_len=1024, max_num_seqs=2, max_cached_seqs=2, device="cpu"))
+    engine = LocalEngine(EngineConfig(max_model_len=1024, max_num_seqs=2, max_cached_seqs=2, device="cpu"))
     engine.start()
     app = build_app(engine, "small", ServerSettings(tool_call_parser="hermes"))
     try:

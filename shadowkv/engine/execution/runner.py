@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs
 from shadowkv.engine.execution.prefill import pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
-from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.sequences.sequence import CachedSequence

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.engine.request import Request, TokenLogprobs
+from shadowkv.engine.outputs import TokenLogprobs
+from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.ops.registry import Ops

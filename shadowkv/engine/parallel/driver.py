@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.startup.loading import graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan

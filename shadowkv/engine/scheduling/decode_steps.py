@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.outputs import TokenLogprobs, TokenSelections
 from shadowkv.engine.scheduling.pacing import Mark
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
-from shadowkv.engine.selections import SelectionRecord, TokenSelections
+from shadowkv.engine.selections import SelectionRecord
 
 Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
 """Tokens, their log-probabilities where requested, and whether each row's logits were finite."""

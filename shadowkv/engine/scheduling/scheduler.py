@@ -132,20 +132,9 @@ class Scheduler:
             refused is None or all(refused.request is not request for request in self.waiting)
         )
 
-    def validate(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises RequestError if a request of this size could never be admitted."""
-        capacity, limit = prompt_tokens + max(1, max_tokens) - 1, self.cache.max_model_len
-        if not prompt_tokens:
-            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        if prompt_tokens + max_tokens > limit:
-            full = prompt_tokens >= limit
-            rest = ", which leaves no room for an answer" if full else f" and max_tokens asks for {max_tokens} more"
-            raise RequestError(
-                f"this model's maximum context length is {counted(limit, 'token')}, but the prompt has "
-                f"{counted(prompt_tokens, 'token')}{rest}",
-                "prompt" if full else "max_tokens",
-            )
-        need = self.cache.demand(prompt_tokens, capacity)
+    def check_memory(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises RequestError if the cache has no room for a request of this size even when it is empty."""
+        need = self.cache.demand(prompt_tokens, prompt_tokens + max(1, max_tokens) - 1)
         if not need.within(self.cache.total):
             raise RequestError(
                 f"{counted(prompt_tokens, 'prompt token')} and max_tokens={max_tokens} need {need} "

@@ -35,12 +35,16 @@ class DecodeStream:
         self._context: list[int] = []
         self._held: list[int] = []
 
-    def push(self, token_id: int) -> str:
-        """Text that the token completes, possibly empty."""
-        self._held.append(token_id)
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that the tokens complete, possibly empty."""
+        self._held += token_ids
         text = self._new_text()
-        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
-            return ""
+        if text.endswith(_REPLACEMENT):
+            if len(token_ids) > 1:  # only the last few are part of what is incomplete
+                del self._held[-len(token_ids) :]
+                return "".join(self.push([token]) for token in token_ids)
+            if len(self._held) < _MAX_HELD:
+                return ""
         return self._emit(text)
 
     def flush(self) -> str:

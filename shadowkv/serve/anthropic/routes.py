@@ -20,7 +20,7 @@ from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 
 class Messages(EventChat):
@@ -36,7 +36,7 @@ class Messages(EventChat):
         return MessageOutput(job)
 
 
-def messages_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:
+def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """The routes."""
     router, endpoint = APIRouter(route_class=BodyRoute), Messages(engine.tokenizer, settings)
 

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.engine.request import EngineBusy
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.lines import LineRequest
 from shadowkv.serve.batch.run import BatchRun, run_files
@@ -18,7 +18,7 @@ from shadowkv.serve.openai.completions import ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import prepare
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 SERVICE_UNAVAILABLE = 503
 BUSY_SECONDS = 0.5
@@ -28,7 +28,7 @@ BUSY_SECONDS = 0.5
 class LineAnswers:
     """Answers requests with an engine, under the name of its model."""
 
-    def __init__(self, engine: AsyncEngine, model: str, settings: ServerSettings | None = None) -> None:
+    def __init__(self, engine: EngineClient, model: str, settings: ServerSettings | None = None) -> None:
         self._engine, self._model = engine, model
         endpoints = (ChatCompletions(engine.tokenizer, settings), Completions(engine.tokenizer, settings))
         self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
@@ -61,7 +61,7 @@ class LineAnswers:
 
 
 async def answer_with(
-    engine: AsyncEngine, model: str, settings: ServerSettings | None, run: BatchRun, concurrency: int
+    engine: EngineClient, model: str, settings: ServerSettings | None, run: BatchRun, concurrency: int
 ) -> None:
     """Answers every line that has no answer, ``concurrency`` at a time; raises ApiError if the engine dies, OSError if
     the disk is full."""
@@ -83,7 +83,7 @@ async def answer_with(
 
 
 def run_batch(
-    engine: AsyncEngine, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
+    engine: EngineClient, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
 ) -> int:
     """Answers the file with an engine and reports the outcome; returns the exit code."""
     return run_files(files, lambda run: asyncio.run(answer_with(engine, model, settings, run, concurrency)))

@@ -12,8 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from shadowkv.engine.async_engine import EngineBusy, EngineDead
-from shadowkv.engine.request import RequestError
+from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.request_record import current_record

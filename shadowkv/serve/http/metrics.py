@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from shadowkv.engine.async_engine import EngineBusy
-from shadowkv.engine.request import RequestError, RequestOutput
+from shadowkv.engine.outputs import RequestOutput
+from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.engine import EngineStats
+    from shadowkv.engine.process.client import EngineClient
     from shadowkv.prefix_cache.stats import TierStats
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
@@ -72,7 +73,7 @@ class ConnectionMetrics:
         text = "Connections that are open."
         self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """The page for Prometheus to read."""
         return generate_latest(self.registry)
 
@@ -84,9 +85,10 @@ class ConnectionMetrics:
 class Metrics(ConnectionMetrics):
     """One server's metrics, including those of its connections."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         super().__init__(model)
-        self.registry.register(_EngineFigures(engine, model))
+        self._engine, self._figures = engine, _EngineFigures(engine.kv, model)
+        self.registry.register(self._figures)
         ProcessCollector(registry=self.registry)
 
         def counter(name: str, text: str, *labels: str) -> Any:
@@ -109,6 +111,13 @@ class Metrics(ConnectionMetrics):
         self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
         self._queue = histogram("request_queue_time", "From arrival in the engine to the start of prefill.")
         self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
+
+    async def text(self) -> bytes:
+        """The page; without the engine's figures where it is dead."""
+        self._figures.stats = None
+        with suppress(EngineDead):
+            self._figures.stats = await self._engine.stats()
+        return await super().text()
 
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
@@ -161,16 +170,23 @@ class Metrics(ConnectionMetrics):
 
 
 class _EngineFigures(Collector):
-    """Metrics that are read from the engine on request."""
+    """Metrics of the engine.
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self._engine, self._model = engine, model
+    Attributes:
+        stats: what it has said last; without it there is none.
+    """
+
+    def __init__(self, kv: str, model: str) -> None:
+        self._kv, self._model = kv, model
+        self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        stats = self.stats
         info = GaugeMetricFamily("shadowkv:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
-        info.add_metric([self._model, self._engine.kv], 1)
+        info.add_metric([self._model, self._kv], 1)
         yield info
+        if stats is None:
+            return
         for name, text, value in (
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from shadowkv.engine.async_engine import EngineStopped
+from shadowkv.engine.request import EngineStopped
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import as_api_error, error_response
 from shadowkv.serve.http.request_record import INTERNAL, SERVER_STOPPING, current_record

@@ -7,11 +7,14 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Scope
 
-from shadowkv.engine.request import Request, RequestOutput
+from shadowkv.engine.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.client import ClientRequest
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
 """Ids that clients may choose: they appear in answers, headers and the log."""
@@ -30,7 +33,7 @@ class Generation(Protocol):
     """
 
     model: str
-    choices: list[Request]
+    choices: list[ClientRequest]
     last_outputs: dict[int, RequestOutput]
 
     def usage(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.routing import Answer, responses
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 
 class ServedModel(Answer):
@@ -48,7 +48,7 @@ class Version(Answer):
     version: str
 
 
-def status_routes(engine: AsyncEngine, engines: Mapping[str, AsyncEngine], metrics: Metrics) -> APIRouter:
+def status_routes(engine: EngineClient, engines: Mapping[str, EngineClient], metrics: Metrics) -> APIRouter:
     """The routes.
 
     Args:
@@ -80,6 +80,6 @@ def status_routes(engine: AsyncEngine, engines: Mapping[str, AsyncEngine], metri
 
     @router.get("/metrics", response_class=Response, responses=responses(None, 503, text="text/plain"))
     async def get_metrics() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -24,10 +24,10 @@ from shadowkv.serve.openai.protocol import RestoreRequest, SaveRequest
 from shadowkv.serve.text.tokenization import in_turn
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 
-def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
+def cache_routes(engine: EngineClient, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
     """The routes; their work is done off the event loop, and abandoned when the client hangs up."""
     router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)

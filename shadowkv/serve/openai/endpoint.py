@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from shadowkv.engine.request import Request as EngineRequest
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
@@ -33,7 +32,7 @@ from shadowkv.serve.text.tool_parser import ToolParser
 from shadowkv.wording import counted
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import ClientRequest, EngineClient
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 
@@ -100,7 +99,7 @@ class Responder:
         served_name: model that answers where a request names none; only its work is counted in ``metrics``.
     """
 
-    engines: Mapping[str, AsyncEngine]
+    engines: Mapping[str, EngineClient]
     served_name: str
     settings: ServerSettings
     metrics: Metrics
@@ -132,7 +131,7 @@ def check_model(requested: str | None, model: str) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+async def prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str) -> Job:
     """The request's job, not yet started; raises ApiError."""
     check_model(body.model, model)
     try:
@@ -141,7 +140,7 @@ async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model
         raise as_api_error(error).renamed(endpoint.names) from error
 
 
-async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str) -> Job:
     request = endpoint.request(body)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
@@ -181,7 +180,7 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
     return job
 
 
-def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> EngineRequest:
+def engine_request(engine: EngineClient, prompt: list[int], params: SamplingParams) -> ClientRequest:
     """A request to the engine; raises ApiError if it could never be served."""
     try:
         return engine.request(prompt, params)

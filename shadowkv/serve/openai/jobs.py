@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shadowkv.engine.handovers import receive, send
-from shadowkv.engine.request import Request, RequestOutput, TokenLogprobs
+from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
+from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import DeadlineExceeded
 from shadowkv.serve.openai.logprobs import scored_prompt, width
@@ -19,10 +20,12 @@ from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tool_parser import CallPart, ToolParser
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
-    from shadowkv.engine.selections import TokenSelections
+    from shadowkv.engine.outputs import TokenSelections
+    from shadowkv.engine.process.client import ClientRequest, EngineClient
     from shadowkv.models.tokenization.tokenizer import Tokenizer
     from shadowkv.serve.http.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,13 +56,13 @@ class Job:
         last_outputs: the newest output of each choice, by its number.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     tokenizer: Tokenizer
     id: str
     request: GenerationRequest
     body: Sampling
     model: str
-    choices: list[Request]
+    choices: list[ClientRequest]
     reasoning: list[ReasoningParser | None]
     parsers: list[ToolParser | None]
     echo: list[str] | None = None
@@ -222,21 +225,32 @@ class RemotePrefill:
         params: what the request says about other servers.
     """
 
-    def __init__(self, engine: AsyncEngine, params: KVTransferParams | None) -> None:
+    def __init__(self, engine: EngineClient, params: KVTransferParams | None) -> None:
         self._engine, self._params = engine, params or KVTransferParams()
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
         """Waits for prompts of ``tokens`` tokens that another server has computed, as long as that pays."""
-        if self._params.do_remote_prefill:
-            await receive(self._engine, tuple(self._params.remote_snapshots), tokens)
+        if self._params.do_remote_prefill and not await self._engine.expect(
+            tuple(self._params.remote_snapshots), tokens
+        ):
+            logger.warning("prompts of %d tokens have not arrived in time: what is not there is computed", tokens)
 
-    async def send(self, prompts: Sequence[Request]) -> None:
+    async def send(self, prompts: Sequence[ClientRequest]) -> None:
         """Waits until other servers can find what was computed of prompts: where they are to continue it, and always on
         a prefill server."""
         if self._params.do_remote_decode or self._engine.role == "prefill":
-            sent = await asyncio.gather(*(send(self._engine, prompt) for prompt in prompts))
+            sent = await asyncio.gather(*map(self._hand_over, prompts))
             self._sent = list(dict.fromkeys(name for names in sent for name in names))
+
+    async def _hand_over(self, prompt: ClientRequest) -> tuple[str, ...]:
+        """Nothing fails if it does not arrive: it is computed."""
+        try:
+            return await self._engine.hand_over(prompt)
+        except (SaveError, asyncio.TimeoutError) as error:
+            reason = str(error) or "the disk has not taken it in time"
+            logger.warning("a prompt of %d tokens is not handed over: %s", len(prompt.prompt_token_ids), reason)
+            return ()
 
     def answer_field(self) -> dict[str, Any]:
         """The field of an answer; none where it was not requested. Null is what has to be computed."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer

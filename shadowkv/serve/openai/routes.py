@@ -19,12 +19,12 @@ from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, Detok
 from shadowkv.serve.text.tokenization import check_length, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations")
 
 
-def choice_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:
+def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """``/v1/completions`` and ``/v1/chat/completions``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
@@ -46,7 +46,7 @@ def choice_routes(engine: AsyncEngine, settings: ServerSettings, respond: Respon
     return router
 
 
-def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
+def token_routes(engine: EngineClient, served_name: str) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer. Their
     work, including the formatting of answers, is done in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer

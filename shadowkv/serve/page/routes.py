@@ -21,7 +21,7 @@ from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.page.documents import MAX_DOCUMENT_BYTES, read_document
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
@@ -111,7 +111,7 @@ class ServerStats(Answer):
     segment_count: int
 
 
-def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, compared: str | None) -> APIRouter:
+def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, compared: str | None) -> APIRouter:
     """The routes.
 
     Args:
@@ -143,9 +143,9 @@ def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, co
     async def get_stats(request: Request) -> Response:
         try:
             segments, count = await engine.segments(MOST_SEGMENTS)
+            stats = await engine.stats()
         except Exception as error:
             return error_response(as_api_error(error), request.url.path)
-        stats = engine.stats()
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
         for name, tier in stats.prefixes.items():  # host memory for copies is not part of the KV cache's
             if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):

@@ -17,7 +17,7 @@ from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
 
 if TYPE_CHECKING:
-    from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.process.client import EngineClient
 
 
 class Responses(EventChat):
@@ -32,7 +32,7 @@ class Responses(EventChat):
         return ResponseOutput(job)
 
 
-def responses_routes(engine: AsyncEngine, settings: ServerSettings, respond: Responder) -> APIRouter:
+def responses_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """The route."""
     router, endpoint = APIRouter(route_class=BodyRoute), Responses(engine.tokenizer, settings)
 

@@ -1,0 +1,148 @@
+"""The text of an answer from its tokens, up to a stop string: outside the engine, which knows tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shadowkv.engine.outputs import RequestOutput, TokenOutput
+from shadowkv.engine.sampling_params import SamplingParams
+
+
+class DecodeStream(Protocol):
+    """Text of tokens as they come; never half a character."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class StreamsText(Protocol):
+    """What is needed of a tokenizer."""
+
+    def stream(self, skip_special_tokens: bool = True) -> DecodeStream: ...
+
+
+class Detokenizer:
+    """Text of one request. What might be the start of a stop string is held back until it is known not to be."""
+
+    def __init__(self, stream: DecodeStream, stop: tuple[str, ...]) -> None:
+        self._stream, self._stop = stream, stop
+        self._held = ""
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete: ``stop_string``."""
+        return self.stop_string is not None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain after more tokens; sets ``stopped`` when a stop string is complete."""
+        text = self._stream.push(token_ids)
+        return self._release(text) if self._stop else text
+
+    def finish(self) -> str:
+        """The rest of the text, when generation has ended for another reason."""
+        if self.stopped:
+            return ""
+        text = self._release(self._stream.flush())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        ends = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if ends:
+            place, self.stop_string = min(ends)
+            self._held = ""
+            return text[:place]
+        keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
+        for length in range(min(len(text), len(stop) - 1), 0, -1):
+            if stop.startswith(text[-length:]):
+                return length
+        return 0
+
+
+class AnswerText:
+    """Reads the outputs of one request.
+
+    Attributes:
+        ended: whether the answer has its end: its last token, or a stop string, of which the engine is to be told.
+    """
+
+    def __init__(self, tokenizer: StreamsText, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer.stream(params.skip_special_tokens), params.stop)
+        # The token that completes a stop string is the answer's last: they are looked at one by one.
+        self._at_once = not params.stop
+        self.ended = False
+
+    def read(self, outputs: Sequence[TokenOutput]) -> RequestOutput:
+        """What one or more outputs, in order, add to the answer; those after its end must not be given."""
+        if len(outputs) == 1:
+            return self._read(outputs[0])
+        if self._at_once:
+            return self._read(_joined(outputs))
+        read = []
+        for output in outputs:
+            read.append(self._read(output))
+            if self.ended:
+                break
+        whole = read[-1]
+        whole.text = "".join(output.text for output in read)
+        whole.token_ids = [token for output in read for token in output.token_ids]
+        whole.prompt_logprobs = read[0].prompt_logprobs
+        if whole.logprobs is not None:
+            whole.logprobs = [step for output in read for step in output.logprobs or ()]
+        if whole.selections is not None:
+            whole.selections = [step for output in read for step in output.selections or ()]
+        return whole
+
+    def _read(self, output: TokenOutput) -> RequestOutput:
+        reason, text = output.finish_reason, self._detokenizer
+        tokens = output.token_ids[:-1] if output.end_token else output.token_ids
+        added = text.push(tokens) if tokens else ""
+        if text.stopped:
+            reason = "stop"
+        elif reason is not None and reason != "error":
+            added += text.finish()  # may complete one as well
+        self.ended = reason is not None
+        return RequestOutput(
+            output.request_id,
+            added,
+            output.token_ids,
+            output.logprobs,
+            reason,
+            output.error,
+            output.prompt_tokens,
+            output.completion_tokens,
+            output.cached_tokens,
+            output.times,
+            output.prompt_logprobs,
+            text.stop_string if self.ended else None,
+            output.selections,
+        )
+
+
+def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    last = outputs[-1]
+    logprobs, selections = last.logprobs, last.selections
+    return TokenOutput(
+        last.request_id,
+        [token for output in outputs for token in output.token_ids],
+        last.finish_reason,
+        last.prompt_tokens,
+        last.completion_tokens,
+        last.cached_tokens,
+        last.times,
+        last.end_token,
+        last.error,
+        None if logprobs is None else [step for output in outputs for step in output.logprobs or ()],
+        outputs[0].prompt_logprobs,
+        None if selections is None else [step for output in outputs for step in output.selections or ()],
+    )

@@ -1,0 +1,121 @@
+"""What an engine says of a request after each step, in tokens; and the same once the tokens are text.
+
+These are what goes from the engine's process to those that serve clients, so they are structures that msgspec encodes.
+Needs neither NumPy nor PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+class RequestTimes(msgspec.Struct, array_like=True):
+    """When things happened to a request, in seconds of ``time.monotonic``; None until then."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Cells that a layer, which stands for a group of layers, selected from, in ascending order.
+
+    Attributes:
+        layers: the first of the group, and the one after the last.
+        layer: the one that was looked at.
+        cells: numbers of cells; cell n holds the positions from ``n * cell`` on.
+        weights: for each cell, the share of its selected tokens in the softmax over all that are selected: a mean over
+            query heads.
+    """
+
+    layers: tuple[int, int]
+    layer: int
+    cells: list[int]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class TokenSelections:
+    """What the decode step that chose a token attended to.
+
+    Attributes:
+        length: tokens before the one that was chosen.
+        cell: tokens of a cell.
+        everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
+        exact: runs of positions [first, end) that every layer attended to in addition: the sink, and the newest tokens.
+            Outliers, which policies may keep exact as well, are not reported.
+        groups: by group of layers, what was selected of the rest; empty where everything was attended to.
+    """
+
+    length: int
+    cell: int
+    everything: bool
+    exact: list[tuple[int, int]]
+    groups: list[LayerGroup]
+
+
+class TokenOutput(msgspec.Struct, array_like=True):
+    """What one step added to a request.
+
+    Attributes:
+        token_ids: the new tokens.
+        finish_reason: ``stop``, ``length`` or ``error``; None while it is running.
+        end_token: whether the last token ends the answer and is no part of its text.
+        error: what went wrong, where the reason is ``error``.
+        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
+        times: of the request so far.
+        logprobs: one per new token, if requested.
+        prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
+        selections: what each new token attended to, if requested; None for the first, which prefill chose.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    times: RequestTimes
+    end_token: bool = False
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    selections: list[TokenSelections | None] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """What was added to a request since the last such output, by one step or by several.
+
+    Attributes:
+        text: the new text (may be empty while a character or a stop string is incomplete).
+        stop_string: the request's stop string that ended the text, on the last output, if one did.
+        token_ids, logprobs, finish_reason, error, prompt_tokens, completion_tokens, cached_tokens, times,
+            prompt_logprobs, selections: as in ``TokenOutput``.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    times: RequestTimes
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_string: str | None = None
+    selections: list[TokenSelections | None] | None = None

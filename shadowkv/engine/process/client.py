@@ -1,0 +1,444 @@
+"""An engine in another process, for event loops: requests go in, streams of outputs come out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from shadowkv.engine.answer_text import AnswerText
+from shadowkv.engine.engine import EngineStats
+from shadowkv.engine.outputs import RequestOutput, TokenOutput
+from shadowkv.engine.process import messages
+from shadowkv.engine.process.facts import EngineFacts
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.structured.json_schema import check_schema
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.models.loader import load_tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.prefix_cache import protocol
+from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.protocol import ComputedTwice, DiskTooSlow, NotDone, Saved, SaveError
+from shadowkv.wording import counted
+
+logger = logging.getLogger(__name__)
+
+DISK_SECONDS = 120.0
+"""How long saving a prompt by name may take to reach the disk, or restoring one to come back from there."""
+
+SENDING_SECONDS = 30.0
+"""How long the answer to a prompt that another server continues waits for the disk."""
+
+
+@dataclass(eq=False)
+class ClientRequest:
+    """A request that an engine may be asked to serve, once.
+
+    Attributes:
+        max_tokens: most tokens of its answer.
+        packed: its prompt, for the wire.
+        looked_up: as in ``Request``.
+        arrival: when it came, in seconds of ``time.monotonic``.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    packed: bytes
+    looked_up: bool = True
+    arrival: float = field(default_factory=time.monotonic)
+
+
+Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
+
+
+class Answer:
+    """The outputs of one request as they come in; those that have not been read are read together.
+
+    Attributes:
+        finished: whether the engine has nothing more to do for it.
+    """
+
+    def __init__(self, request: ClientRequest, tokenizer: Tokenizer) -> None:
+        self._text, self.finished = AnswerText(tokenizer, request.params), False
+        self._outputs: list[TokenOutput] = []
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def take(self, output: TokenOutput) -> None:
+        """Takes the next one."""
+        self._outputs.append(output)
+        self.finished = output.finish_reason is not None
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends it."""
+        self._error, self.finished = error, True
+        self._arrived.set()
+
+    async def read(self) -> RequestOutput:
+        """What has come since the last time; waits for something. Raises the error that ended it."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        if not self._outputs:
+            assert self._error is not None, "an answer is read beyond its end"
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        if self._error is not None:
+            self._arrived.set()
+        try:
+            return self._text.read(outputs)
+        except Exception as error:  # of the tokenizer: other requests go on
+            logger.exception("a request failed")
+            last = outputs[-1]
+            what = f"internal error ({type(error).__name__}); the log has the details"
+            counts = last.prompt_tokens, last.completion_tokens, last.cached_tokens
+            return RequestOutput(last.request_id, "", [], None, "error", what, *counts, last.times)
+
+
+class EngineClient:
+    """Reaches an engine through its socket. What awaits is for one event loop at a time, which is never blocked.
+
+    Args:
+        facts: about the engine.
+        tokenizer: its model's.
+        folder: where its socket is.
+        alive: whether the engine is still there, beyond what it says itself.
+
+    Attributes:
+        stopping: whether its end is wanted.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, tokenizer: Tokenizer, folder: str, alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._facts, self.tokenizer, self._folder, self._alive = facts, tokenizer, folder, alive
+        self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
+        config = facts.config
+        self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
+        self.sampling_defaults = facts.sampling_defaults
+        self.stopping, self._ended = False, list[str | None]()
+        self._name, self._numbers = secrets.token_hex(4), itertools.count()
+        self._answers: dict[str, Answer] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def of_process(cls, facts: EngineFacts, folder: str) -> EngineClient:
+        """The client of an engine whose process has started."""
+        config = facts.config
+        tokenizer = load_tokenizer(
+            config.model,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            hf_overrides=config.overrides,
+        )
+        return cls(facts, tokenizer, folder)
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""
+        return self._facts.notes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being served."""
+        return not self._ended and self._alive()
+
+    # -- the sockets ------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Opens the sockets on the running event loop, if they are not open there."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("an engine's client is for one event loop at a time")
+        self.disconnect()
+        self._loop = loop
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        # Once more where this client has had another loop: what that one had asked for is aborted.
+        address = messages.socket_address(self._folder, f"{self._name}-{next(self._numbers)}")
+        self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.DEALER)
+        for socket in (self._events, self._commands):
+            socket.set(zmq.SNDHWM, 0)
+            socket.set(zmq.RCVHWM, 0)
+            socket.set(zmq.LINGER, 0)
+        self._events.bind(address)
+        self._commands.set(zmq.IDENTITY, self._name.encode())
+        self._commands.connect(messages.socket_address(self._folder, self._facts.socket))
+        self._send(messages.Greeting(messages.VERSION, address))
+        for socket in (self._events, self._commands):
+            loop.add_reader(socket, self._receive)
+
+    def disconnect(self) -> None:
+        """Closes the sockets; what is still waited for never comes."""
+        if self._loop is None:
+            return
+        for socket in (self._events, self._commands):
+            if not self._loop.is_closed():
+                self._loop.remove_reader(socket)
+            socket.close(linger=0)
+        self._loop = None
+        self._answers.clear()
+        self._questions.clear()
+
+    def _send(self, command: messages.Command) -> None:
+        self._commands.send(messages.encode(command))
+        # The descriptor tells changes alone, and sending may hide one.
+        assert self._loop is not None
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        for socket in (self._events, self._commands):
+            while not socket.closed:
+                try:
+                    message = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(messages.decode_event(message))
+
+    def _take(self, event: messages.Event) -> None:
+        if isinstance(event, messages.Step):
+            for output in event.outputs:
+                answer = self._answers.get(output.request_id)
+                if answer is not None:
+                    answer.take(output)
+        elif isinstance(event, messages.Refused):
+            if (answer := self._answers.get(event.request_id)) is not None:
+                answer.fail(EngineBusy(event.message) if event.busy else RequestError(event.message, event.param))
+        elif isinstance(event, messages.Ended):
+            self._end_all(None if event.error is None else f"the engine has died: {event.error}")
+        elif (question := self._questions.pop(event.number, None)) is not None and not question.done():
+            if isinstance(event, messages.Reply):
+                question.set_result(event.value)
+            else:
+                question.set_exception(_error_of(event))
+
+    def has_ended(self, error: str) -> None:
+        """Tells everybody who waits that the engine's process is gone; may be called from any thread."""
+
+        def end() -> None:
+            self._receive()  # its last words
+            self._end_all(error)
+
+        if self._loop is not None and not self._loop.is_closed():
+            with suppress(RuntimeError):  # it is closed just now
+                self._loop.call_soon_threadsafe(end)
+                return
+        self._ended.append(error)
+
+    def _end_all(self, error: str | None) -> None:
+        if self._ended:
+            return
+        self._ended.append(error)
+        for answer in self._answers.values():
+            answer.fail(self._end())
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(self._end())
+
+    def _end(self) -> EngineDead:
+        """Why nothing more is served."""
+        error = self._ended[0] if self._ended else "the engine has died"
+        if self.stopping or error is None:
+            return EngineStopped("the engine has been shut down")
+        return EngineDead(error)
+
+    async def _ask(self, question: messages.Question, seconds: float | None, kind: Any) -> Any:
+        """The answer, of type ``kind``; raises EngineDead, SaveError, and asyncio.TimeoutError after ``seconds``."""
+        answer = self._expect(question.number)
+        try:
+            self._send(question)
+            return await self._answered(question.number, answer, seconds, kind)
+        finally:
+            self._forget(question.number)
+
+    def _number(self) -> int:
+        self._connect()
+        if not self.is_alive:
+            raise self._end()
+        return next(self._numbers)
+
+    def _expect(self, number: int) -> asyncio.Future[Any]:
+        assert self._loop is not None
+        answer = self._questions[number] = self._loop.create_future()
+        return answer
+
+    async def _answered(self, number: int, answer: asyncio.Future[Any], seconds: float | None, kind: Any) -> Any:
+        return messages.decode_reply(await asyncio.wait_for(answer, seconds), kind)
+
+    def _forget(self, number: int) -> None:
+        if self._questions.pop(number, None) is not None and self.is_alive:
+            self._send(messages.Forget(number))
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
+        """Prepares a JSON schema so that using it is fast; raises RequestError if nothing can satisfy it.
+
+        Large ones may take seconds, on a thread that only other large ones wait for.
+        """
+        loop = asyncio.get_running_loop()
+        cost = await loop.run_in_executor(self._checking, check_schema, schema)
+        await self._ask(messages.Compile(self._number(), schema, one_line, cost.is_small), None, None)
+
+    def request(self, prompt_token_ids: list[int], params: SamplingParams) -> ClientRequest:
+        """A request for ``generate``; raises RequestError if it could never be served.
+
+        May be called from any thread, but preferably not an event loop's: long prompts and JSON schemas take a while.
+        """
+        limits = self._facts.limits
+        limits.check(prompt_token_ids, params)
+        max_tokens = limits.max_tokens(len(prompt_token_ids), params)
+        name, packed = f"{self._name}-{next(self._numbers)}", messages.pack_ids(prompt_token_ids)
+        return ClientRequest(name, prompt_token_ids, params, max_tokens, packed)
+
+    async def generate(
+        self, request: ClientRequest, save: tuple[int, str] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they are generated; closing the iterator aborts it.
+
+        ``save`` is the number of a question, which is answered once the prompt is on the disk, and a name for it.
+
+        Raises EngineBusy if too many are waiting, RequestError if there is not enough memory for it in all, EngineDead
+        if the engine has stopped.
+        """
+        self._connect()
+        if not self.is_alive:
+            raise self._end()
+        name, answer = request.request_id, Answer(request, self.tokenizer)
+        self._answers[name] = answer
+        what = request.packed, request.params, request.arrival, request.looked_up
+        self._send(messages.Add(name, *what, save))
+        stopped = False
+        try:
+            while True:
+                output = await answer.read()
+                stopped = output.stop_string is not None
+                yield output
+                if output.finish_reason is not None:
+                    break
+        finally:
+            self._answers.pop(name, None)
+            if not answer.finished and self.is_alive:
+                self._send(messages.Stop(name) if stopped else messages.Abort(name))
+
+    # -- what is cached ---------------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """Requests in flight and memory in use; raises EngineDead."""
+        stats: EngineStats = await self._ask(messages.Statistics(self._number()), None, EngineStats)
+        return stats
+
+    async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
+        """Where cached prompts are (``PrefixCache.segments``), between two steps; raises EngineDead."""
+        kind = tuple[list[PrefixSegment], int]
+        segments: tuple[list[PrefixSegment], int] = await self._ask(messages.Segments(self._number(), most), None, kind)
+        return segments
+
+    async def save(self, name: str, request: ClientRequest, watch: Watch = lambda outputs: outputs) -> Saved:
+        """Has the cached part of a request's prompt kept on the disk under ``name``, which must be valid. The request
+        is served first, and once more without the cache if what that holds cannot be saved; ``watch`` sees its outputs.
+
+        Raises SaveError where that is not possible, RequestError where nothing of the prompt can ever be saved, and
+        what ``generate`` does.
+        """
+        self._check_directory()
+        if not self._shareable(request):
+            tokens = counted(len(request.prompt_token_ids), "token")
+            raise RequestError(
+                f"the prompt has {tokens}; pages of {PAGE} are saved, as many as come before its last token",
+                "prompt",
+            )
+        try:
+            return await self._save(name, request, watch)
+        except ComputedTwice:
+            anew = await asyncio.to_thread(self.request, request.prompt_token_ids, request.params)
+            anew.looked_up = False
+            return await self._save(name, anew, watch)
+
+    async def _save(self, name: str, request: ClientRequest, watch: Watch) -> Saved:
+        number = self._number()
+        answer = self._expect(number)
+        outputs = watch(self.generate(request, (number, name)))
+        try:
+            async for output in outputs:
+                if output.error is not None:
+                    raise NotDone(f"the prompt could not be computed: {output.error}")
+            saved: Saved = await self._answered(number, answer, DISK_SECONDS, Saved)
+            return saved
+        except asyncio.TimeoutError:
+            raise DiskTooSlow(f"the disk has not taken the prompt within {DISK_SECONDS:g} s") from None
+        finally:
+            await outputs.aclose()
+            self._forget(number)
+
+    async def restore(self, name: str) -> Saved:
+        """Has what a name keeps brought to host memory, for the next prompt that begins with it.
+
+        Raises SaveError where that is not possible, RequestError without a directory, EngineDead if it has stopped.
+        """
+        self._check_directory()
+        try:
+            saved: Saved = await self._ask(messages.Restore(self._number(), name), DISK_SECONDS, Saved)
+        except asyncio.TimeoutError:
+            raise DiskTooSlow(f"the disk has not given {name!r} within {DISK_SECONDS:g} s") from None
+        return saved
+
+    async def hand_over(self, request: ClientRequest) -> tuple[str, ...]:
+        """Waits until what is cached of the prompt of a request that has been served is on the disk, where another
+        server finds it.
+
+        Returns the names of its snapshots; none if there is nothing to hand over, or the engine has the decode role.
+        Raises SaveError or asyncio.TimeoutError where it does not get there, EngineDead if the engine has stopped.
+        """
+        if self.role == "decode" or not self._keeps_files or not self._shareable(request):
+            return ()
+        packed, salt = messages.pack_ids(request.prompt_token_ids), request.params.cache_salt
+        saved: Saved = await self._ask(messages.HandOver(self._number(), packed, salt), SENDING_SECONDS, Saved)
+        return saved.snapshots
+
+    async def expect(self, names: tuple[str, ...], tokens: int) -> bool:
+        """Waits until snapshots of prompts of ``tokens`` that another server has written, or is about to, are known
+        here: at most as long as computing them would take, within bounds. Returns whether they are; raises EngineDead.
+        """
+        if self.role == "prefill" or not self._keeps_files or not names:
+            return True
+        arrived: bool = await self._ask(messages.Expect(self._number(), names, tokens), None, bool)
+        return arrived
+
+    @property
+    def _keeps_files(self) -> bool:
+        return self._facts.config.kv_disk_dir is not None
+
+    def _shareable(self, request: ClientRequest) -> bool:
+        return (
+            self._facts.config.enable_prefix_caching
+            and request.params.cache_prompt
+            and len(request.prompt_token_ids) > PAGE
+        )
+
+    def _check_directory(self) -> None:
+        if not self._keeps_files:
+            raise RequestError("this server keeps nothing on a disk: it was started without --kv-disk-dir")
+
+
+def _error_of(failure: messages.Failure) -> Exception:
+    if failure.kind == "RequestError":
+        return RequestError(failure.message, failure.param)
+    kind = getattr(protocol, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, SaveError):
+        return kind(failure.message)
+    return RuntimeError(f"{failure.kind}: {failure.message}")

@@ -1,0 +1,71 @@
+"""What an engine's process and the one that starts it say at the start, by ``multiprocessing``'s pipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.request import RequestLimits
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.core import EngineCore
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started.
+
+    Attributes:
+        compare: policy of a second cache over the same weights.
+        folder: for the engines' sockets.
+    """
+
+    config: EngineConfig
+    compare: str | None
+    folder: str
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change about an engine that is ready.
+
+    Attributes:
+        socket: its name in the folder.
+        notes: lines for the start of a server: model, policy, and how many sequences of which length fit where.
+        stop_ids: tokens that end an answer.
+    """
+
+    socket: str
+    notes: list[str]
+    model_name: str
+    limits: RequestLimits
+    stop_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """Why there is no engine.
+
+    Attributes:
+        kind: ``ValueError``, ``MemoryError`` or ``OSError``, for the settings, the memory and the rest.
+    """
+
+    kind: str
+    message: str
+
+
+def facts_of(core: EngineCore) -> EngineFacts:
+    """What its clients need to know."""
+    engine = core.engine
+    return EngineFacts(
+        core.name,
+        engine.notes,
+        engine.model_name,
+        engine.requests.limits,
+        engine.requests.stop_ids,
+        engine.sampling_defaults,
+        engine.config,
+    )
