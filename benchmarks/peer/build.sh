@@ -17,7 +17,7 @@ rm -rf vllm/vllm_flash_attn/_vllm_fa2_C* vllm/vllm-rs vllm/_flashmla* vllm/_qutl
   vllm/entrypoints/serve/instrumentator/static ./*.data pycountry/locales
 cd "$out"
 mkdir -p benchmarks
-for part in __init__ peer/{__init__,bench_vllm,peer_drive,peer_model,peer_reuse} sweeps/{__init__,rows} prefix_cache/{__init__,chat_trace}; do
+for part in __init__ peer/{__init__,bench_vllm,peer_drive,peer_model,peer_reuse,vllm_server} sweeps/{__init__,rows} prefix_cache/{__init__,chat_trace}; do
   mkdir -p "benchmarks/$(dirname "$part")" && cp "$here/../$part.py" "benchmarks/$part.py"
 done
 tar czf - site benchmarks | split -b 60000000 -d -a 2 - parts/p.

@@ -257,7 +257,7 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
 
     first = 1.0 if math.isinf(args.request_rate) else args.request_rate
     settings = {"model": model, "goodput": args.goodput, **load_settings(args)}
-    return find_rate(args.out, settings, first, one)
+    return find_rate(args.out, settings, first, args.num_prompts, one)
 
 
 def result_file(args: argparse.Namespace, model: str) -> Path | None:

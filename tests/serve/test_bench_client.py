@@ -62,7 +62,7 @@ def exchange(*answers: Answer, requests: int | None = None) -> tuple[list[Record
                 errors.append(str(error))
         client.close()
         server.close()
-        await asyncio.sleep(0.01)  # for the server to see that its connections are closed
+        await asyncio.sleep(0.05)  # for the server to see that its connections are closed
         return records, errors
 
     return *asyncio.run(run()), connections

@@ -86,7 +86,7 @@ def test_figures_are_those_that_were_asked_for() -> None:
 @pytest.mark.parametrize("knee", [0.07, 0.7, 1.0, 13.2, 900.0])
 def test_the_search_ends_at_the_highest_rate(knee: float) -> None:
     shares: dict[float, float] = {}
-    while (rate := next_rate(shares, 1.0)) is not None:
+    while (rate := next_rate(shares, 1.0, 1000.0)) is not None:
         assert rate not in shares
         shares[rate] = 1.0 if rate <= knee else 0.5
     found = highest_rate(shares)
@@ -95,13 +95,19 @@ def test_the_search_ends_at_the_highest_rate(knee: float) -> None:
 
 def test_a_search_that_finds_none_ends() -> None:
     shares: dict[float, float] = {}
-    while (rate := next_rate(shares, 1.0)) is not None:
+    while (rate := next_rate(shares, 1.0, 1000.0)) is not None:
         shares[rate] = 0.98
     assert highest_rate(shares) is None and sorted(shares) == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
 
 
+def test_a_search_ends_where_requests_would_be_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = find_rate(tmp_path / "rates.json", {}, 1.0, 30, lambda rate, earlier: {"good_share": 1.0})
+    assert [run["request_rate"] for run in found["runs"]] == [1.0, 2.0, 3.0] and found["highest_rate"] == 3.0
+    assert "30 requests at more than 3 a second would be a burst" in capsys.readouterr().out
+
+
 def test_a_good_rate_above_a_bad_one_does_not_count() -> None:
-    assert highest_rate({1: 1, 2: 0.9, 4: 1}) == 1 and next_rate({1: 1, 2: 0.9, 4: 1}, 1) == 1.5
+    assert highest_rate({1: 1, 2: 0.9, 4: 1}) == 1 and next_rate({1: 1, 2: 0.9, 4: 1}, 1, 9) == 1.5
 
 
 def test_a_search_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,17 +120,17 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
         return {"good_share": 1.0 if rate <= 3 else 0.0}
 
     with pytest.raises(KeyboardInterrupt):
-        find_rate(path, settings, 2.0, measure)
-    found = find_rate(path, settings, 2.0, measure)
+        find_rate(path, settings, 2.0, 400, measure)
+    found = find_rate(path, settings, 2.0, 400, measure)
     assert tried[:4] == [(2.0, 0), (4.0, 1), (3.0, 2), (3.0, 2)] and found["highest_rate"] == 3.0
     assert found == json.loads(path.read_text()) and len(found["runs"]) == len(tried) - 1
     assert "4 requests/s: 0.0 % within the limits" in capsys.readouterr().out
-    assert find_rate(path, settings, 2.0, measure) == found and len(found["runs"]) == len(tried) - 1
+    assert find_rate(path, settings, 2.0, 400, measure) == found and len(found["runs"]) == len(tried) - 1
     with pytest.raises(ValueError, match="another goodput"):
-        find_rate(path, {"goodput": {"ttft": 100.0}}, 2.0, measure)
+        find_rate(path, {"goodput": {"ttft": 100.0}}, 2.0, 400, measure)
     path.write_text("[]")
     with pytest.raises(ValueError, match="no runs of a search"):
-        find_rate(path, settings, 2.0, measure)
+        find_rate(path, settings, 2.0, 400, measure)
 
 
 @pytest.mark.parametrize(
