@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=SMALLEST_VOCABULARY, help="ids below (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="of the server (default: %(default)s)")
     parser.add_argument("--peer-site", type=Path, help="folder with vLLM's packages (default: where Python finds them)")
-    parser.add_argument("--guidellm", metavar="PROGRAM", help="replay poisson with it instead, as a second witness")
+    parser.add_argument("--guidellm", metavar="COMMAND", help="which replays poisson instead, as a second witness")
     parser.add_argument("--tokenizer", type=Path, help="folder, for guidellm's prompts: the server's own")
     parser.add_argument("flags", nargs="*", help="of the server or the engine, after --")
     args = parser.parse_args(argv)

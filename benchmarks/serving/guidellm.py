@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,18 @@ from benchmarks.serving.cases import LIMITS
 def replay_with_guidellm(
     program: str, base_url: str, trace: Path, tokenizer: Path, folder: Path, label: str
 ) -> dict[str, Any]:
-    """Figures as of ``result_of``, without gaps; raises RuntimeError if it fails, or a request does."""
+    """Figures as of ``result_of``, without gaps; ``program`` is a command. Raises RuntimeError if it or a request
+    fails."""
     out = (folder / f"{label.replace(' ', '-')}.guidellm.json").resolve()
     target = base_url.removesuffix("/v1")
     data = {"kind": "trace_synthetic", "source": {"kind": "json_file", "path": str(trace.resolve())}}
     command = [
-        *(program, "run", "--backend", f"kind=openai_http,target={target},request_format=/v1/completions"),
+        *(
+            *shlex.split(program),
+            "run",
+            "--backend",
+            f"kind=openai_http,target={target},request_format=/v1/completions",
+        ),
         *("--profile", "kind=replay", "--data", json.dumps(data)),
         *("--tokenizer", f"kind=huggingface_auto,model={tokenizer.resolve()}"),
         *("--output", f"kind=json,path={out}", "--disable-progress"),
