@@ -159,7 +159,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=48, help="requests (default: %(default)s)")
     add("--random-input-len", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
     add("--random-output-len", type=int, default=128, help="of an answer (default: %(default)s)")
-    add("--request-rate", type=float, default=math.inf, help="a second, Poisson (default: all at once)")
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="a second, Poisson (default: all at once); the first of --find-rate",
+    )
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; inf: evenly (default: 1)")
     add("--num-warmups", type=int, default=0, help="requests before those that count (default: 0)")
     add("--max-concurrency", type=int, help="requests in flight at the most (default: all)")
@@ -250,7 +255,7 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
         arrivals = _draw(args, rate, args.seed + earlier)
         measured, records = asyncio.run(measure(client, model, arrivals, args))
         if len(records) < len(arrivals) or measured["interrupted"]:
-            raise KeyboardInterrupt
+            raise Refused("interrupted: the same command goes on with the next rate")
         if measured["failed"]:
             raise Refused(next(record.error for record in records if record.error is not None))
         return {**origin, **measured}
