@@ -3,6 +3,8 @@
     python scripts/client_matrix.py --out docs/clients.md   # starts its own server
     clients/bin/python scripts/client_matrix.py --base-url http://localhost:8000/v1   # another environment's clients
 
+The page's further sections are kept as they are.
+
 A yes means the client parsed the answer correctly; the model's quality is not judged.
 """
 
@@ -240,6 +242,12 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
     return "\n".join([*lines, "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), ""])
 
 
+def kept_sections(path: Path) -> str:
+    """What the page that ``path`` has says after the table, from its first heading on."""
+    _, heading, rest = path.read_text(encoding="utf-8").partition("\n## ") if path.exists() else ("", "", "")
+    return heading + rest
+
+
 def _cell(client: str, case: str, outcome: str) -> str:
     note = NOTES.get((client, case))
     return f"{outcome} ({note})" if note and outcome == "yes" else outcome.replace("|", "\\|")
@@ -279,7 +287,7 @@ def main() -> int:
     if args.out is None:
         print(text)
     else:
-        args.out.write_text(text, encoding="utf-8")
+        args.out.write_text(text + kept_sections(args.out), encoding="utf-8")
     return 0 if all(outcome == "yes" for results in rows.values() for outcome in results.values()) else 1
 
 

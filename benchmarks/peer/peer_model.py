@@ -55,6 +55,28 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 
+def write_tokenizer(folder: Path, vocab_size: int = CONFIG["vocab_size"], eos: int = CONFIG["eos_token_id"]) -> None:
+    """Adds a tokenizer to such a folder: that of our own dummy weights, where every byte is a token and the other ids
+    are printed as <id>. Texts then have as many tokens with either server."""
+    # As in GPT-2's files: bytes that are no printable characters stand for those after 255.
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    alphabet = {byte: chr(byte) for byte in printed} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    vocab = {alphabet[byte]: byte for byte in range(256)} | {f"<{token}>": token for token in range(256, vocab_size)}
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": eos, "content": f"<{eos}>", **options}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"<{eos}>", "model_max_length": 10**9}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+
+
 def settings(folder: Path, kv: str, quantization: str, longest: int, decode: list[int]) -> dict[str, Any]:
     """Arguments of ``LLM``; ``decode`` are the batches of an engine that only decodes and computes no prompts."""
     chosen: dict[str, Any] = {

@@ -4,30 +4,39 @@ Prompts are random token ids, answers are streamed and of a set length. Ctrl-C e
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
+    shadowkv bench serve --num-prompts 400 --request-rate 12 --goodput ttft:200 tpot:20 --trace-out trace.jsonl
+    shadowkv bench serve --base-url http://another:8000/v1 --trace-in trace.jsonl --goodput ttft:200 tpot:20
+    shadowkv bench serve --num-prompts 400 --goodput ttft:200 tpot:20 --find-rate --out rates.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
-import random
 import re
 import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
-from tqdm import tqdm
+import numpy as np
 
-from shadowkv.bench.serving_stats import Record, figures
+from shadowkv.bench.arrivals import Arrival, draw_arrivals, read_trace, write_trace
+from shadowkv.bench.client import CompletionClient, Refused, error_text
+from shadowkv.bench.find_rate import find_rate
+from shadowkv.bench.replay import Replay, completion_body
+from shadowkv.bench.serving_stats import LIMITED, METRICS, Record, details, figures, goodput
 from shadowkv.eval.provenance import commit
+from shadowkv.eval.records.predictions import write_json
 from shadowkv.wording import counted
 
 SMALLEST_VOCABULARY = 32000
@@ -41,219 +50,246 @@ SHOWN = (
     ("total_input_tokens", "Total input tokens"),
     ("total_output_tokens", "Total generated tokens"),
     ("request_throughput", "Request throughput (req/s)"),
+    ("request_goodput", "Request goodput (req/s)"),
+    ("good_share", "  share of all requests"),
     ("output_throughput", "Output token throughput (tok/s)"),
     ("total_token_throughput", "Total token throughput (tok/s)"),
     ("decode_only_throughput", "Decode-only throughput, all running (tok/s)"),
     ("decode_only_seconds", "  for (s)"),
-    *(
-        (f"{kind}_{name}_ms", f"{kind.capitalize()} {name.upper()} (ms)")
-        for name in ("ttft", "tpot", "itl")
-        for kind in ("mean", "median", "p99")
-    ),
+    ("p99_send_lag_ms", "P99 lateness of the client (ms)"),
 )
+TIME = re.compile(r"(mean|median|std|p[\d.]+)_(\w+)_ms")
 
 
-class Refused(Exception):
-    """The server cannot be asked, or says no."""
+def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
+    """What a server says of itself: ``model_id``, ``max_model_len``, ``version``, and the policy ``kv`` of ours.
 
-
-class Bench:
-    """One run against one server.
-
-    Args:
-        client: talks to the server; paths begin at its ``/v1``.
-        args: the command line's.
+    Raises Refused if it is away or has no list of models.
     """
-
-    def __init__(self, client: httpx.AsyncClient, args: argparse.Namespace) -> None:
-        self.client, self.args, self.records = client, args, list[Record]()
-        self._random = random.Random(args.seed)
-        self.clients = min(args.num_prompts, args.max_concurrency or args.num_prompts)
-        self._free = asyncio.Semaphore(self.clients)
-
-    async def server(self) -> dict[str, Any]:
-        """What the server says of itself; raises Refused if it is away, or its model too short for the prompts."""
+    headers = {"Authorization": f"Bearer {api_key}"}
+    with httpx.Client(base_url=base_url, headers=headers, timeout=60) as client:
         try:
-            response = await self.client.get("models")
+            response = client.get("models")
             response.raise_for_status()
             model = response.json()["data"][0]
+            about = {"model_id": model["id"], "max_model_len": model.get("max_model_len"), "version": None, "kv": None}
         except httpx.HTTPStatusError as error:
-            raise Refused(f"{error.request.url} answers {error.response.status_code}: {_message(response)}") from error
+            text = error_text(response.content)
+            raise Refused(f"{error.request.url} answers {error.response.status_code}: {text}") from error
         except httpx.HTTPError as error:
-            raise Refused(f"no server at {self.client.base_url}: {error or type(error).__name__}") from error
+            raise Refused(f"no server at {base_url}: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise Refused(f"{self.client.base_url}models is not the OpenAI API's list of models") from error
-        longest, asked = model.get("max_model_len"), self.args.random_input_len + self.args.random_output_len
-        if longest is not None and asked > longest:
-            raise Refused(f"{asked} tokens of prompt and output are more than the {longest} of {model['id']}")
-        found = {"model_id": model["id"], "max_model_len": longest, "version": None, "kv": None}
+            raise Refused(f"{base_url}/models is not the OpenAI API's list of models") from error
         with suppress(httpx.HTTPError, ValueError, LookupError):
-            found["version"] = (await self.client.get("../version")).json()["version"]
+            about["version"] = client.get("../version").json()["version"]
         with suppress(httpx.HTTPError):
-            policy = re.search(r'cache_config_info\{.*?kv="(.*?)"', (await self.client.get("../metrics")).text)
-            found["kv"] = policy and policy[1]
-        return found
-
-    async def run(self, model: str) -> dict[str, Any]:
-        """The figures; SIGINT ends the run early. Raises Refused if a warm-up fails."""
-        loop, args = asyncio.get_running_loop(), self.args
-        requests = args.num_warmups + args.num_prompts
-        self._bar = tqdm(total=requests * args.random_output_len, unit="tok", disable=None, mininterval=1.0)
-        with self._bar:
-            for _ in range(args.num_warmups):
-                await self._stream(self._body(model), Record(0.0, 0))
-            start = time.perf_counter()
-            work = asyncio.ensure_future(self._all(model))
-            loop.add_signal_handler(signal.SIGINT, work.cancel)
-            with suppress(asyncio.CancelledError):
-                await work
-        return figures(self.records, self.clients, start, time.perf_counter())
-
-    async def _all(self, model: str) -> None:
-        tasks = []
-        try:
-            for _ in range(self.args.num_prompts):
-                tasks.append(asyncio.create_task(self._one(self._body(model))))
-                gap = 0.0 if math.isinf(self.args.request_rate) else self._random.expovariate(self.args.request_rate)
-                await asyncio.sleep(gap)
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _body(self, model: str) -> bytes:
-        body = {
-            "model": model,
-            "prompt": [self._random.randrange(self.args.vocab_size) for _ in range(self.args.random_input_len)],
-            "max_tokens": self.args.random_output_len,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return json.dumps(body).encode()
-
-    async def _one(self, content: bytes) -> None:
-        async with self._free:
-            record = Record(time.perf_counter(), self.args.random_input_len)
-            self.records.append(record)
-            try:
-                await self._stream(content, record)
-            except Refused as error:
-                record.error = str(error)
-        self._bar.set_postfix_str(f"{sum(one.done for one in self.records)} of {self.args.num_prompts} requests done")
-
-    async def _stream(self, content: bytes, record: Record) -> None:
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self.client.stream("POST", "completions", content=content, headers=headers) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise Refused(f"status {response.status_code}: {_message(response)}")
-                async for line in response.aiter_lines():
-                    if line.startswith("data: "):  # others are empty, or comments that keep the connection alive
-                        self._take(line[len("data: ") :], record)
-        except httpx.HTTPError as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
-        if not record.done:
-            raise Refused("the stream broke off")
-
-    def _take(self, data: str, record: Record) -> None:
-        if data == "[DONE]":
-            record.done = True
-            self._bar.update(record.tokens - len(record.chunks))
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise Refused(event["error"]["message"])
-        if event["choices"]:
-            record.chunks.append(time.perf_counter())
-            self._bar.update()
-        if event.get("usage"):
-            record.output_tokens = event["usage"]["completion_tokens"]
+            policy = re.search(r'cache_config_info\{.*?kv="(.*?)"', client.get("../metrics").text)
+            about["kv"] = policy and policy[1]
+    return about
 
 
-def _message(response: httpx.Response) -> str:
-    """An error's text, whether it came as the OpenAI API's or not."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return response.text[:200]
+async def measure(
+    client: CompletionClient, model: str, arrivals: Sequence[Arrival], args: argparse.Namespace
+) -> tuple[dict[str, Any], list[Record]]:
+    """Figures of these requests, and their records; SIGINT ends the run early. Raises Refused if a warm-up fails."""
+    loop, run = asyncio.get_running_loop(), Replay(client, arrivals, args.max_concurrency)
+    for number in range(args.num_warmups):
+        warm_up = replace(arrivals[0], seed=arrivals[0].seed + 1 + number)
+        await client.stream(completion_body(model, warm_up, args.vocab_size, args.ignore_eos), Record(0.0, 0))
+    work = asyncio.ensure_future(run.run(model, args.vocab_size, args.ignore_eos))
+    loop.add_signal_handler(signal.SIGINT, work.cancel)
+    with suppress(asyncio.CancelledError):
+        await work
+    loop.remove_signal_handler(signal.SIGINT)
+    end, chosen = time.perf_counter(), {"metrics": args.percentile_metrics, "percentiles": args.metric_percentiles}
+    result = figures(run.records, run.clients, run.start, end, **chosen)
+    if args.goodput:
+        result |= goodput(run.records, len(arrivals), end - run.start, args.goodput)
+    result["p99_send_lag_ms"] = 1e3 * float(np.percentile(run.lags, 99)) if run.lags else None
+    result["requests"] = [details(record, run.start) for record in run.records]
+    return result, run.records
 
 
 def report(result: dict[str, Any]) -> str:
     """The table that people read."""
+    shown = [(name, text) for name, text in SHOWN if name in result]
+    for name in result:
+        if match := TIME.fullmatch(name):
+            shown += [(name, f"{match[1].capitalize()} {match[2].upper()} (ms)")] * (match[2] in METRICS)
     lines = [f"{' Serving Benchmark Result ':=^60}"]
-    for name, text in SHOWN:
+    for name, text in shown:
         value = result[name]
-        shown = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-        lines.append(f"{text + ':':<46} {shown:>13}")
+        figure = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{text + ':':<46} {figure:>13}")
     return "\n".join([*lines, "=" * 60])
 
 
+def parse_goodput(text: str) -> tuple[str, float]:
+    """A limit as ``ttft:200``; raises ArgumentTypeError for anything else."""
+    name, _, limit = text.partition(":")
+    with suppress(ValueError):
+        if name in LIMITED and float(limit) > 0:
+            return name, float(limit)
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS, with a name of {', '.join(LIMITED)}")
+
+
+def parse_metrics(text: str) -> list[str]:
+    """Names of ``METRICS`` between commas; raises ArgumentTypeError for others."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in METRICS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(METRICS)}")
+    return names
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """Numbers between commas; raises ArgumentTypeError for what is no percentile."""
+    with suppress(ValueError):
+        numbers = [float(part) for part in text.split(",")]
+        if all(0 <= number <= 100 for number in numbers):
+            return numbers
+    raise argparse.ArgumentTypeError(f"{text!r} is not percentiles between commas, as 50,90,99")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag."""
-    parser.add_argument("--base-url", default="http://localhost:8000/v1", help="(default: %(default)s)")
-    parser.add_argument("--model", help="(default: the server's first)")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--num-prompts", type=int, default=48, help="requests (default: %(default)s)")
-    parser.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--random-output-len", type=int, default=128, help="of an answer (default: %(default)s)")
-    parser.add_argument("--request-rate", type=float, default=math.inf, help="a second, Poisson (default: all at once)")
-    parser.add_argument("--num-warmups", type=int, default=0, help="requests before those that count (default: 0)")
-    parser.add_argument("--max-concurrency", type=int, help="requests in flight at the most (default: all)")
-    parser.add_argument(
-        "--vocab-size", type=int, default=SMALLEST_VOCABULARY, help="prompts' ids are below (default: %(default)s)"
+    """Adds every flag; where vLLM has it, with its name and meaning."""
+    add = parser.add_argument
+    add("--base-url", default="http://localhost:8000/v1", help="/v1 may be left out (default: %(default)s)")
+    add("--model", help="(default: the server's first)")
+    add("--api-key", default="none")
+    add("--num-prompts", type=int, default=48, help="requests (default: %(default)s)")
+    add("--random-input-len", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
+    add("--random-output-len", type=int, default=128, help="of an answer (default: %(default)s)")
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="a second, Poisson (default: all at once); the first of --find-rate",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there, as JSON")
+    add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; inf: evenly (default: 1)")
+    add("--num-warmups", type=int, default=0, help="requests before those that count (default: 0)")
+    add("--max-concurrency", type=int, help="requests in flight at the most (default: all)")
+    add("--vocab-size", type=int, default=SMALLEST_VOCABULARY, help="prompts' ids are below (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    whole = "answers have their full length whatever the model says (default: yes)"
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=whole)
+    add("--trace-out", type=Path, metavar="FILE", help="write the arrivals there, one JSON object a line")
+    add("--trace-in", type=Path, metavar="FILE", help="replay these arrivals instead of drawing any")
+    limits = f"limits in ms, of {', '.join(LIMITED)}: how many requests a second meet all"
+    add("--goodput", nargs="+", type=parse_goodput, default=[], metavar="NAME:MS", help=limits)
+    knee = (
+        "search the highest rate at which 99 %% of the requests meet --goodput; rates in --out's file are not repeated"
+    )
+    add("--find-rate", action="store_true", help=knee)
+    of = f"of {','.join(METRICS)} (default: ttft,tpot,itl)"
+    add("--percentile-metrics", type=parse_metrics, default=list(METRICS[:3]), metavar="NAMES", help=of)
+    add("--metric-percentiles", type=parse_percentiles, default=[99.0], metavar="NUMBERS", help="(default: 99)")
+    add("--out", type=Path, metavar="FILE", help="write the result and every request's times there, as JSON")
+    add("--save-result", action="store_true", help="as --out, to a file with a name of its own, as vLLM does")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="of --save-result (default: here)")
+    add("--result-filename", metavar="NAME", help="of --save-result (default: rate, model and time)")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that cannot be."""
-    for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "request_rate"):
+    """Raises ValueError for numbers that cannot be, and flags that contradict one another; completes the rest."""
+    for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "request_rate", "burstiness"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
     if args.max_concurrency is not None and args.max_concurrency <= 0:
         raise ValueError(f"--max-concurrency {args.max_concurrency} must be positive")
+    if args.find_rate and (not args.goodput or args.out is None):
+        raise ValueError("--find-rate needs --goodput, the limits, and --out, which keeps the rates")
+    if args.find_rate and (args.trace_in or args.trace_out):
+        raise ValueError("--find-rate draws arrivals for each rate: leave --trace-in and --trace-out out")
+    args.goodput = dict(args.goodput)
+    args.base_url = args.base_url.rstrip("/")
+    if not urlsplit(args.base_url).path:
+        args.base_url += "/v1"
 
 
-async def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def load_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the requests are, for result files."""
+    names = ("num_prompts", "random_input_len", "random_output_len", "burstiness", "max_concurrency", "seed")
+    return {name: getattr(args, name) for name in (*names, "vocab_size", "ignore_eos")}
+
+
+def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """What goes into the file, and what went wrong; raises Refused where nothing could be measured."""
-    headers, limits = {"Authorization": f"Bearer {args.api_key}"}, httpx.Limits(max_connections=None)
-    url = args.base_url.rstrip("/")
-    # No timeouts: a prompt at the end of a queue waits for minutes.
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as client:
-        run = Bench(client, args)
-        about = await run.server()
-        measured = await run.run(args.model or about["model_id"])
-    result = {
+    client = CompletionClient(args.base_url, args.api_key)
+    if args.trace_in:
+        arrivals = read_trace(args.trace_in)
+        args.num_prompts = len(arrivals)
+    else:
+        arrivals = _draw(args, args.request_rate, args.seed)
+    about = describe_server(args.base_url, args.api_key)
+    longest, asked = about["max_model_len"], max(one.input_length + one.output_length for one in arrivals)
+    if longest is not None and asked > longest:
+        raise Refused(f"{asked} tokens of prompt and output are more than the {longest} of {about['model_id']}")
+    if args.trace_out:
+        write_trace(args.trace_out, arrivals)
+    model = args.model or about["model_id"]
+    origin = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "commit": commit(),
         **about,
-        "num_prompts": args.num_prompts,
-        "random_input_len": args.random_input_len,
-        "random_output_len": args.random_output_len,
-        "request_rate": None if math.isinf(args.request_rate) else args.request_rate,
-        "max_concurrency": args.max_concurrency,
-        **measured,
     }
-    return result, [one.error for one in run.records if one.error is not None]
+    if args.find_rate:
+        return _search(client, model, args, origin), []
+    measured, records = asyncio.run(measure(client, model, arrivals, args))
+    load = load_settings(args)
+    if args.trace_in:
+        drawn = ("random_input_len", "random_output_len", "burstiness", "seed")
+        load = {"trace": str(args.trace_in), **{name: load[name] for name in load if name not in drawn}}
+    rate = None if math.isinf(args.request_rate) or args.trace_in else args.request_rate
+    result = {**origin, **load, "request_rate": rate, **measured}
+    return result, [record.error for record in records if record.error is not None]
+
+
+def _draw(args: argparse.Namespace, rate: float, seed: int) -> list[Arrival]:
+    lengths = args.random_input_len, args.random_output_len
+    return draw_arrivals(args.num_prompts, rate, *lengths, seed, args.burstiness)
+
+
+def _search(client: CompletionClient, model: str, args: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
+    def one(rate: float, earlier: int) -> dict[str, Any]:
+        arrivals = _draw(args, rate, args.seed + earlier)
+        measured, records = asyncio.run(measure(client, model, arrivals, args))
+        if len(records) < len(arrivals) or measured["interrupted"]:
+            raise Refused("interrupted: the same command goes on with the next rate")
+        if measured["failed"]:
+            raise Refused(next(record.error for record in records if record.error is not None))
+        return {**origin, **measured}
+
+    first = 1.0 if math.isinf(args.request_rate) else args.request_rate
+    settings = {"model": model, "goodput": args.goodput, **load_settings(args)}
+    return find_rate(args.out, settings, first, args.num_prompts, one)
+
+
+def result_file(args: argparse.Namespace, model: str) -> Path | None:
+    """Where the result goes."""
+    if args.out or not args.save_result:
+        return Path(args.out) if args.out else None
+    when = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"openai-{args.request_rate:g}qps-{Path(model).name}-{when}.json"
+    return Path(args.result_dir) / (args.result_filename or name)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures; returns the exit status: 1 where some requests came to no good end, 2 where none could be sent."""
     try:
         check(args)
-        result, errors = asyncio.run(bench(args))
-    except (ValueError, Refused, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted before anything was measured'}", file=sys.stderr)
+        result, errors = bench(args)
+    except (ValueError, OSError, Refused, KeyboardInterrupt) as error:
+        print(f"error: {str(error) or 'interrupted before anything was measured'}", file=sys.stderr)
         return 2
+    if args.find_rate:
+        rate = result["highest_rate"]
+        print("no rate is low enough" if rate is None else f"highest rate within the limits: {rate:g} requests/s")
+        return 0 if rate is not None else 1
     print(report(result))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if path := result_file(args, result["model_id"]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
     if errors:
         print(f"error: {counted(len(errors), 'request')} failed; the first: {errors[0]}", file=sys.stderr)
     return 0 if result["completed"] == args.num_prompts else 1

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
-from benchmarks.peer import bench_vllm, peer_reuse
+from benchmarks.peer import bench_vllm, peer_reuse, vllm_server
 from benchmarks.peer.peer_drive import MEASURED, SETTLING, Driver
-from benchmarks.peer.peer_model import token_bytes
+from benchmarks.peer.peer_model import CONFIG, token_bytes
 from benchmarks.prefix_cache.chat_trace import TraceShape
 from benchmarks.sweeps.rows import read
+from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 
 
 class Engine:
@@ -154,3 +158,24 @@ def test_settings_of_engines_that_reuse():
     assert not chosen("serve", "--contexts", "1024")["enable_prefix_caching"]
     with pytest.raises(SystemExit):
         chosen("restored", "--offload-gib", "29")
+
+
+def test_the_peers_server_is_of_the_same_model_and_tokens(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(vllm_server.os, "execve", lambda *call: started.append(call))
+    monkeypatch.chdir(tmp_path)
+    vllm_server.main(["--port", "8200", "--folder", str(tmp_path / "model"), "--max-num-seqs", "64"])
+    ((program, command, environment),) = started
+    assert command[:3] == [program, "-m", "vllm.entrypoints.openai.api_server"]
+    flags = dict(pairwise(command))
+    assert flags["--model"] == flags["--tokenizer"] == str(tmp_path / "model") and flags["--port"] == "8200"
+    assert flags["--load-format"] == "dummy" and command[-2:] == ["--max-num-seqs", "64"]
+    assert environment["HF_HUB_OFFLINE"] == "1" and "--no-enable-prefix-caching" in command
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 32
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    ours = byte_tokenizer(CONFIG["vocab_size"], [CONFIG["eos_token_id"]])
+    text = "Hello wörld\n\t☃ <300> " + "".join(map(chr, range(300)))
+    assert theirs.encode(text).ids == ours.encode(text, False)
+    ids = [*range(0, 128256, 7), CONFIG["eos_token_id"]]
+    assert theirs.decode(ids) == ours.decode(ids)
+    assert vllm_server.command(tmp_path, 1, [], tmp_path / "other").index(str(tmp_path / "other")) > 0

@@ -49,7 +49,9 @@ def test_a_live_server(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["output_throughput"] == pytest.approx(7 * 30 / found["duration"])
     assert 0 < found["decode_only_seconds"] < found["duration"]
     for name in ("ttft", "tpot", "itl"):
-        assert 0 < found[f"median_{name}_ms"] <= found[f"p99_{name}_ms"]
+        assert 0 <= found[f"median_{name}_ms"] <= found[f"p99_{name}_ms"] and found[f"mean_{name}_ms"] > 0
+    assert len(found["requests"]) == 7 and {one["output_len"] for one in found["requests"]} == {30}
+    assert all(0 < one["ttft_ms"] < one["e2el_ms"] for one in found["requests"])
     assert "Total generated tokens" in capsys.readouterr().out
 
 
@@ -59,6 +61,42 @@ def test_requests_come_at_their_rate(tiny: str, tmp_path: Path) -> None:
     assert run(tiny, *sizes, "--request-rate", "20", "--out", str(out)) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["duration"] > 0.1 and found["mean_tpot_ms"] is None
+
+
+def test_a_trace_is_replayed_and_judged(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    sizes = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4", "--request-rate", "40"]
+    limits = ["--goodput", "ttft:60000", "tpot:60000", "--percentile-metrics", "e2el", "--metric-percentiles", "50,90"]
+    url = tiny.removesuffix("/v1")  # as vLLM has it
+    assert run(url, *sizes, *limits, "--trace-out", str(trace), "--save-result", "--result-dir", str(tmp_path)) == 0
+    (path,) = tmp_path.glob("openai-40qps-tiny-*.json")
+    first = json.loads(path.read_text(encoding="utf-8"))
+    assert first["good_share"] == 1 and first["request_goodput"] == first["request_throughput"]
+    assert 0 < first["p50_e2el_ms"] <= first["p90_e2el_ms"] and "mean_ttft_ms" not in first
+    assert "P90 E2EL" in capsys.readouterr().out
+    named = ["--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "second.json"]
+    assert run(tiny, "--trace-in", str(trace), "--trace-out", str(again), "--goodput", "ttft:0.001", *named) == 0
+    second = json.loads((tmp_path / "new" / "second.json").read_text(encoding="utf-8"))
+    assert trace.read_text() == again.read_text() and second["num_prompts"] == 6 and second["good_share"] == 0
+    assert "seed" not in second and second["trace"] == str(trace)
+    times = [json.loads(line)["timestamp"] for line in trace.read_text().splitlines()]
+    assert [one["sent_s"] for one in second["requests"]] == pytest.approx(times, abs=0.1)
+
+
+def test_the_highest_rate_is_searched(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "2", "--request-rate", "300"]
+    assert run(tiny, *sizes, "--find-rate") == 2
+    assert "--find-rate needs --goodput" in capsys.readouterr().err
+    out = tmp_path / "rates.json"
+    search = [*sizes, "--find-rate", "--out", str(out), "--goodput"]
+    # No server answers in a nanosecond, at whatever rate.
+    assert run(tiny, *search, "ttft:0.000001") == 1
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rates = [one["request_rate"] for one in found["runs"]]
+    assert found["highest_rate"] is None and rates == [300, 150, 75, 37.5, 18.75]
+    assert all(one["completed"] == 3 for one in found["runs"])
+    assert run(tiny, *search, "ttft:1") == 2
+    assert "runs with another goodput" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,78 @@
+"""When requests arrive and how long they are: drawn at a rate, or read from a trace that an earlier run wrote.
+
+A trace is a file of one JSON object a line, with the names that guidellm's ``trace_synthetic`` reads: ``timestamp`` in
+seconds after the start, ``input_length`` and ``output_length`` in tokens; and ``seed``, which the prompt is drawn from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request before it is sent: its time in seconds after the start, its lengths in tokens, its prompt's seed."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    seed: int
+
+    def prompt(self, vocab_size: int) -> list[int]:
+        """Its token ids [input_length], each below ``vocab_size``: the same wherever the trace is replayed."""
+        return random.Random(self.seed).choices(range(vocab_size), k=self.input_length)
+
+
+def draw_arrivals(
+    count: int, rate: float, input_length: int, output_length: int, seed: int, burstiness: float = 1.0
+) -> list[Arrival]:
+    """``count`` requests at ``rate`` a second, in order of arrival; all at once for an infinite rate.
+
+    As vLLM draws them: gaps are of a gamma distribution with shape ``burstiness``, a Poisson process for 1, evenly
+    spaced for infinity; they are stretched so that the last request comes after ``count / rate`` seconds exactly.
+    """
+    draw = random.Random(seed)
+    seeds = [draw.getrandbits(32) for _ in range(count)]
+    if math.isinf(rate):
+        times = [0.0] * count
+    else:
+        gaps = [1.0 if math.isinf(burstiness) else draw.gammavariate(burstiness, 1 / burstiness) for _ in range(count)]
+        total = sum(gaps)
+        times = [elapsed / total * count / rate for elapsed in accumulate(gaps)]
+    return [Arrival(time, input_length, output_length, one) for time, one in zip(times, seeds, strict=True)]
+
+
+def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
+    """Writes a trace."""
+    path.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in arrivals), encoding="utf-8")
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """A trace in order of arrival; a line without a seed has its number for one.
+
+    Raises ValueError for a file that is none, or has no request; OSError if it cannot be read.
+    """
+    arrivals = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            arrival = Arrival(
+                float(fields["timestamp"]),
+                int(fields["input_length"]),
+                int(fields["output_length"]),
+                int(fields.get("seed", number)),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no request with timestamp and lengths") from error
+        if not (arrival.timestamp >= 0 and arrival.input_length > 0 and arrival.output_length > 0):
+            raise ValueError(f"{path}, line {number}: timestamp must not be negative, and lengths positive")
+        arrivals.append(arrival)
+    if not arrivals:
+        raise ValueError(f"{path} has no requests")
+    return sorted(arrivals, key=lambda arrival: arrival.timestamp)

@@ -1,0 +1,233 @@
+"""A client for streamed completions that costs little: HTTP/1.1 on asyncio's transports, one JSON parse an event.
+
+General HTTP clients spend more on an event than servers do, and would measure themselves. Proxies of the environment
+are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from shadowkv.bench.serving_stats import Record
+
+IDLE_SECONDS = 1.0
+"""How long a connection may have idled when it is used again; servers close theirs after a few seconds."""
+
+EventTaker = Callable[[bytes, float], None]
+
+
+class Refused(Exception):
+    """The server cannot be asked, says no, or breaks off."""
+
+
+class CompletionClient:
+    """Sends completions to one server, each on a connection that is kept for the next one; any number in parallel.
+
+    Args:
+        base_url: of the API, with its ``/v1``; http or https.
+        api_key: sent as bearer token.
+        path: below ``base_url``.
+    """
+
+    def __init__(self, base_url: str, api_key: str = "none", path: str = "completions") -> None:
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or url.hostname is None:
+            raise ValueError(f"{base_url!r} is no http or https URL")
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._name, self._host = url.hostname, url.hostname
+        self._port = url.port or (443 if self._tls else 80)
+        self._head = (
+            f"POST {url.path.rstrip('/')}/{path} HTTP/1.1\r\nHost: {url.netloc.rpartition('@')[2]}\r\n"
+            f"Authorization: Bearer {api_key}\r\nContent-Type: application/json\r\n"
+            "Accept: text/event-stream\r\nContent-Length: "
+        ).encode()
+        self._idle: list[_Connection] = []
+
+    async def stream(self, body: bytes, record: Record) -> None:
+        """Sends a streaming completion's JSON, and fills ``record`` until the answer has ended.
+
+        Sets ``record.sent`` first; connecting counts, as in vLLM's benchmark. Raises Refused for anything but a whole
+        answer; ``record`` then has what came before.
+        """
+        record.sent = time.perf_counter()
+
+        def take(data: bytes, when: float) -> None:
+            if data == b"[DONE]":
+                record.done = True
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise Refused(event["error"]["message"])
+            if event["choices"]:
+                record.chunks.append(when)
+            if event.get("usage"):
+                record.output_tokens = event["usage"]["completion_tokens"]
+
+        try:
+            connection = await self._connection()
+        except OSError as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        try:
+            await connection.post(self._head + f"{len(body)}\r\n\r\n".encode() + body, take)
+        except BaseException:
+            connection.close()
+            raise
+        if not record.done:
+            connection.close()
+            raise Refused("the stream broke off")
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Closes connections that idle."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable and time.perf_counter() - connection.last_used < IDLE_SECONDS:
+                return connection
+            connection.close()
+        name = self._name if self._tls else None
+        loop = asyncio.get_running_loop()
+        transport, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._tls, server_hostname=name
+        )
+        self._host = transport.get_extra_info("peername")[0]  # the next one need not resolve the name
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection, on which one request at a time is answered with an event stream."""
+
+    def __init__(self) -> None:
+        self.reusable, self.last_used = True, 0.0
+        self._buffer, self._body = bytearray(), bytearray()
+        self._answered: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    async def post(self, request: bytes, take: EventTaker) -> None:
+        """Sends ``request``; ``take`` is called with each event's data and the time at which its last byte came.
+
+        Raises Refused for another status than 200, an answer that is no HTTP, or what ``take`` raises.
+        """
+        self._take, self._status = take, 0
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._answered
+
+    def close(self) -> None:
+        """Closes it at once."""
+        self.reusable = False
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        when = time.perf_counter()
+        if self._answered is None or self._answered.done():
+            self.close()  # nothing was asked
+            return
+        self._buffer += data
+        try:
+            if not self._status and not self._read_head():
+                return
+            if self._read_body(when):
+                self._end()
+        except Refused as error:
+            self._fail(error)
+        except (ValueError, LookupError, TypeError) as error:
+            self._fail(Refused(f"the answer cannot be read: {type(error).__name__}: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        if self._answered is None or self._answered.done():
+            return
+        if not self._status:
+            self._fail(Refused(f"no answer: {error or 'the connection was closed'}"))
+            return
+        try:
+            self._end()  # a body without a length ends so; whether its events are complete is for others to say
+        except Refused as refusal:
+            self._fail(refusal)
+
+    def _read_head(self) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
+        headers = {name.strip().lower(): value.strip().lower() for name, _, value in (s.partition(":") for s in lines)}
+        del self._buffer[: end + 4]
+        self._status = int(first.split()[1])
+        self._chunked = "chunked" in headers.get("transfer-encoding", "")
+        length = headers.get("content-length")
+        self._left: int | None = None if self._chunked or length is None else int(length)
+        self.reusable = headers.get("connection") != "close" and (self._chunked or length is not None)
+        return True
+
+    def _read_body(self, when: float) -> bool:
+        """Takes what there is; whether the body has ended."""
+        if self._chunked:
+            ended = self._read_chunks()
+        else:
+            if self._left is not None:
+                self._left -= len(self._buffer)
+            self._body += self._buffer
+            self._buffer.clear()
+            ended = self._left is not None and self._left <= 0
+        if self._status == 200:
+            *lines, rest = self._body.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):  # others are empty, or comments that keep the connection alive
+                    self._take(bytes(line[5:].strip()), when)
+            self._body = rest
+        return ended
+
+    def _read_chunks(self) -> bool:
+        buffer, position = self._buffer, 0
+        while (end := buffer.find(b"\r\n", position)) >= 0:
+            size = int(buffer[position:end].partition(b";")[0], 16)
+            if size == 0:
+                if buffer.find(b"\r\n\r\n", end) < 0:
+                    break  # trailers, and the empty line after them, are still to come
+                buffer.clear()
+                return True
+            begin = end + 2
+            if len(buffer) < begin + size + 2:
+                break
+            self._body += buffer[begin : begin + size]
+            position = begin + size + 2
+        del buffer[:position]
+        return False
+
+    def _end(self) -> None:
+        self.last_used = time.perf_counter()
+        if self._status != 200:
+            raise Refused(f"status {self._status}: {error_text(bytes(self._body))}")
+        self._body.clear()
+        assert self._answered is not None
+        self._answered.set_result(None)
+
+    def _fail(self, error: Refused) -> None:
+        self.close()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
+
+
+def error_text(body: bytes) -> str:
+    """An error's text, whether it came as the OpenAI API's or not."""
+    with suppress(ValueError, LookupError, TypeError):
+        message: Any = json.loads(body)["error"]["message"]
+        return str(message)
+    return body[:200].decode("utf-8", "replace")

@@ -1,0 +1,90 @@
+"""Sends the requests of a trace to a server, each when it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from shadowkv.bench.arrivals import Arrival
+from shadowkv.bench.client import CompletionClient, Refused
+from shadowkv.bench.serving_stats import Record
+
+PROGRESS_SECONDS = 0.5
+"""Between updates of the progress bar; events do not pay for it."""
+
+
+def completion_body(model: str, arrival: Arrival, vocab_size: int, ignore_eos: bool = True) -> bytes:
+    """The JSON of a greedy, streamed completion of an arrival's prompt and length."""
+    body = {
+        "model": model,
+        "prompt": arrival.prompt(vocab_size),
+        "max_tokens": arrival.output_length,
+        "temperature": 0.0,
+        "ignore_eos": ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+class Replay:
+    """One run of requests against one server.
+
+    Attributes:
+        records: of the requests that were sent so far, in order of sending.
+        start: when the run began, on the clock of the records.
+        lags: seconds by which each request was sent late, because the client had not come to it; waiting for
+            ``max_concurrency`` is not counted.
+
+    Args:
+        max_concurrency: requests in flight at the most; later ones wait, which no time of theirs includes.
+    """
+
+    def __init__(self, client: CompletionClient, arrivals: Sequence[Arrival], max_concurrency: int | None = None):
+        self.client, self.arrivals, self.records = client, arrivals, list[Record]()
+        self.clients = min(len(arrivals), max_concurrency or len(arrivals))
+        self.start, self.lags = 0.0, list[float]()
+        self._free = asyncio.Semaphore(self.clients)
+
+    async def run(self, model: str, vocab_size: int, ignore_eos: bool = True) -> None:
+        """Until every answer has ended, well or not. A run that is cancelled breaks off what is in flight."""
+        # Made beforehand: a long one takes the client as long as several tokens.
+        bodies = [completion_body(model, arrival, vocab_size, ignore_eos) for arrival in self.arrivals]
+        gc.collect()
+        gc.freeze()  # a collection would walk all of them between two tokens
+        self.start = time.perf_counter()
+        tasks, progress = [], asyncio.create_task(self._show_progress())
+        try:
+            for arrival, body in zip(self.arrivals, bodies, strict=True):
+                await asyncio.sleep(self.start + arrival.timestamp - time.perf_counter())
+                self.lags.append(time.perf_counter() - self.start - arrival.timestamp)
+                tasks.append(asyncio.create_task(self._send(arrival, body)))
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (*tasks, progress):
+                task.cancel()
+            await asyncio.gather(*tasks, progress, return_exceptions=True)
+            self.client.close()
+            gc.unfreeze()
+
+    async def _send(self, arrival: Arrival, body: bytes) -> None:
+        async with self._free:
+            record = Record(time.perf_counter(), arrival.input_length)
+            self.records.append(record)
+            try:
+                await self.client.stream(body, record)
+            except Refused as error:
+                record.error = str(error)
+
+    async def _show_progress(self) -> None:
+        expected = sum(arrival.output_length for arrival in self.arrivals)
+        with tqdm(total=expected, unit="tok", disable=None, leave=False) as bar:
+            while True:
+                await asyncio.sleep(PROGRESS_SECONDS)
+                bar.set_postfix_str(f"{sum(r.done for r in self.records)} of {len(self.arrivals)} requests done", False)
+                bar.update(sum(record.tokens for record in self.records) - bar.n)
