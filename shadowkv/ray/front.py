@@ -28,7 +28,7 @@ from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import RETRY_SECONDS, error_response, handle_errors
 from shadowkv.serve.http.metrics import ConnectionMetrics
-from shadowkv.serve.http.replies import event_text, unless_disconnected
+from shadowkv.serve.http.replies import encoded_event, unless_disconnected
 from shadowkv.serve.http.request_record import SERVER_STOPPING, current_record
 from shadowkv.serve.http.settings import ServerSettings
 
@@ -239,16 +239,14 @@ class _Answer:
     def _last_events(self, error: ApiError, path: str) -> bytes:
         if path.startswith(RESPONSES_URL):
             number = SEQUENCE_NUMBER.search(self._event)
-            text = event_text(
+            return encoded_event(
                 {"type": "error", "code": "server_error", "message": error.message, "param": None}
                 | {"sequence_number": int(number[1]) + 1 if number else 0},
                 named=True,
             )
-        elif path.startswith(MESSAGES_URL):
-            text = event_text(error.body(path), named=True)
-        else:
-            text = event_text(error.body(path), named=False) + "data: [DONE]\n\n"
-        return text.encode()
+        if path.startswith(MESSAGES_URL):
+            return encoded_event(error.body(path), named=True)
+        return encoded_event(error.body(path), named=False) + b"data: [DONE]\n\n"
 
 
 def merged(pages: Mapping[str, bytes], own: bytes) -> bytes:

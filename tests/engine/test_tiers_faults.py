@@ -308,7 +308,7 @@ def test_clients_of_a_server_that_ends_do_not_wait_for_its_disk(tiny: Path, monk
     engine.start()
 
     async def told() -> None:
-        outputs = engine.generate(engine.request(QUESTION, replace(GREEDY, max_tokens=1000)))
+        outputs = engine.generate([engine.request(QUESTION, replace(GREEDY, max_tokens=1000))])
         await anext(outputs)
         engine.shutdown(0)
         with pytest.raises(EngineDead):

@@ -135,9 +135,10 @@ class FakeEngine:
             raise RequestError(text, "max_tokens")
         return Request(uuid.uuid4().hex, prompt_token_ids, params, asked, seed=0)
 
-    async def save(self, name: str, request: Request, watch: Callable[..., AsyncIterator[RequestOutput]]) -> Saved:
-        async for _ in watch(self.generate(request)):
-            pass
+    async def save(self, name: str, request: Request, observe: Callable[..., Any]) -> Saved:
+        with observe() as see:
+            async for _, output in self.generate([request]):
+                see(output)
         self.saved[name] = Saved(len(request.prompt_token_ids), 1000)
         return self.saved[name]
 
@@ -146,7 +147,42 @@ class FakeEngine:
             raise SAVE_ERRORS[name](f"nothing comes of {name}")
         return self.saved[name]
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, requests: Sequence[Request], timeout: float | None = None
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """The outputs of all, and asyncio.TimeoutError after ``timeout`` seconds."""
+        items: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+
+        async def drain(index: int, request: Request) -> None:
+            try:
+                async for output in self.answer(request):
+                    items.put_nowait((index, output))
+                items.put_nowait(None)
+            except Exception as error:
+                items.put_nowait(error)
+
+        timer = None
+        if timeout is not None:
+            timer = asyncio.get_running_loop().call_later(timeout, items.put_nowait, asyncio.TimeoutError())
+        tasks = [asyncio.create_task(drain(*numbered)) for numbered in enumerate(requests)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await items.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            if timer is not None:
+                timer.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def answer(self, request: Request) -> AsyncIterator[RequestOutput]:
         request_id, prompt_token_ids, params = request.request_id, request.prompt_token_ids, request.params
         assert request_id not in self.running
         prompt = self.tokenizer.decode(prompt_token_ids[:1000])

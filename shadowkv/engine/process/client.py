@@ -7,9 +7,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,45 +60,52 @@ class ClientRequest:
     arrival: float = field(default_factory=time.monotonic)
 
 
-Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
+Observe = Callable[[], AbstractContextManager[Callable[[RequestOutput], None] | None]]
 
 
-class Answer:
-    """The outputs of one request as they come in; those that have not been read are read together.
+class Answers:
+    """The outputs of some requests as they come in; those of a request that have not been read are read together."""
 
-    Attributes:
-        finished: whether the engine has nothing more to do for it.
-    """
-
-    def __init__(self, request: ClientRequest, tokenizer: Tokenizer) -> None:
-        self._text, self.finished = AnswerText(tokenizer, request.params), False
-        self._outputs: list[TokenOutput] = []
+    def __init__(self, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> None:
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self._texts = [AnswerText(tokenizer, request.params) for request in requests]
+        self._outputs: dict[int, list[TokenOutput]] = {}
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None
+        self.unfinished = set(self._numbers)
+        """Requests for which the engine has something left to do."""
 
     def take(self, output: TokenOutput) -> None:
         """Takes the next one."""
-        self._outputs.append(output)
-        self.finished = output.finish_reason is not None
-        self._arrived.set()
+        self._outputs.setdefault(self._numbers[output.request_id], []).append(output)
+        if output.finish_reason is not None:
+            self.unfinished.discard(output.request_id)
+        self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends it."""
-        self._error, self.finished = error, True
-        self._arrived.set()
+        """Ends them all, once what has come is read."""
+        self._error = error
+        self._wake()
 
-    async def read(self) -> RequestOutput:
-        """What has come since the last time; waits for something. Raises the error that ended it."""
-        await self._arrived.wait()
-        self._arrived.clear()
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def read(self) -> list[tuple[int, RequestOutput]]:
+        """What has come since the last time, by the requests' numbers; waits for something. Raises the error that ended
+        them."""
+        if not self._outputs and self._error is None:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
         if not self._outputs:
-            assert self._error is not None, "an answer is read beyond its end"
+            assert self._error is not None, "woken by nothing"
             raise self._error
-        outputs, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._arrived.set()
+        outputs, self._outputs = self._outputs, {}
+        return [(number, self._read(number, of_it)) for number, of_it in outputs.items()]
+
+    def _read(self, number: int, outputs: list[TokenOutput]) -> RequestOutput:
         try:
-            return self._text.read(outputs)
+            return self._texts[number].read(outputs)
         except Exception as error:  # of the tokenizer: other requests go on
             logger.exception("a request failed")
             last = outputs[-1]
@@ -130,7 +137,7 @@ class EngineClient:
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended = False, list[str | None]()
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -217,6 +224,7 @@ class EngineClient:
                     answer.take(output)
         elif isinstance(event, messages.Refused):
             if (answer := self._answers.get(event.request_id)) is not None:
+                answer.unfinished.discard(event.request_id)
                 answer.fail(EngineBusy(event.message) if event.busy else RequestError(event.message, event.param))
         elif isinstance(event, messages.Ended):
             self._end_all(None if event.error is None else f"the engine has died: {event.error}")
@@ -306,34 +314,52 @@ class EngineClient:
         return ClientRequest(name, prompt_token_ids, params, max_tokens, packed)
 
     async def generate(
-        self, request: ClientRequest, save: tuple[int, str] | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they are generated; closing the iterator aborts it.
+        self,
+        requests: Sequence[ClientRequest],
+        timeout: float | None = None,
+        save: tuple[int, str] | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of requests as they are generated, with the number of each one; closing the iterator aborts them.
 
-        ``save`` is the number of a question, which is answered once the prompt is on the disk, and a name for it.
+        Args:
+            timeout: seconds after which all of them are aborted, and asyncio.TimeoutError is raised.
+            save: number of a question that is answered once the first one's prompt is on the disk, and a name for it.
 
-        Raises EngineBusy if too many are waiting, RequestError if there is not enough memory for it in all, EngineDead
+        Raises EngineBusy if too many are waiting, RequestError if there is not enough memory for one in all, EngineDead
         if the engine has stopped.
         """
         self._connect()
         if not self.is_alive:
             raise self._end()
-        name, answer = request.request_id, Answer(request, self.tokenizer)
-        self._answers[name] = answer
-        what = request.packed, request.params, request.arrival, request.looked_up
-        self._send(messages.Add(name, *what, save))
-        stopped = False
+        assert self._loop is not None
+        answers = Answers(requests, self.tokenizer)
+        names = [request.request_id for request in requests]
+        timer = (
+            None if timeout is None else self._loop.call_later(max(0.0, timeout), answers.fail, asyncio.TimeoutError())
+        )
+        self._answers.update(dict.fromkeys(names, answers))
+        left = set(names)
         try:
-            while True:
-                output = await answer.read()
-                stopped = output.stop_string is not None
-                yield output
-                if output.finish_reason is not None:
-                    break
+            for request in requests:
+                what = request.packed, request.params, request.arrival, request.looked_up
+                self._send(messages.Add(request.request_id, *what, save))
+            while left:
+                for number, output in await answers.read():
+                    if output.finish_reason is not None:
+                        self._leave(names[number], answers, stopped=output.stop_string is not None)
+                        left.discard(names[number])
+                    yield number, output
         finally:
-            self._answers.pop(name, None)
-            if not answer.finished and self.is_alive:
-                self._send(messages.Stop(name) if stopped else messages.Abort(name))
+            if timer is not None:
+                timer.cancel()
+            for name in left:
+                self._leave(name, answers, stopped=False)
+
+    def _leave(self, name: str, answers: Answers, stopped: bool) -> None:
+        self._answers.pop(name, None)
+        if name in answers.unfinished and self.is_alive:
+            answers.unfinished.discard(name)
+            self._send(messages.Stop(name) if stopped else messages.Abort(name))
 
     # -- what is cached ---------------------------------------------------------------------------------------------
 
@@ -348,9 +374,10 @@ class EngineClient:
         segments: tuple[list[PrefixSegment], int] = await self._ask(messages.Segments(self._number(), most), None, kind)
         return segments
 
-    async def save(self, name: str, request: ClientRequest, watch: Watch = lambda outputs: outputs) -> Saved:
+    async def save(self, name: str, request: ClientRequest, observe: Observe = lambda: nullcontext()) -> Saved:
         """Has the cached part of a request's prompt kept on the disk under ``name``, which must be valid. The request
-        is served first, and once more without the cache if what that holds cannot be saved; ``watch`` sees its outputs.
+        is served first, and once more without the cache if what that holds cannot be saved; each time its outputs are
+        given to what the context that ``observe`` returns gives.
 
         Raises SaveError where that is not possible, RequestError where nothing of the prompt can ever be saved, and
         what ``generate`` does.
@@ -363,26 +390,28 @@ class EngineClient:
                 "prompt",
             )
         try:
-            return await self._save(name, request, watch)
+            return await self._save(name, request, observe)
         except ComputedTwice:
             anew = await asyncio.to_thread(self.request, request.prompt_token_ids, request.params)
             anew.looked_up = False
-            return await self._save(name, anew, watch)
+            return await self._save(name, anew, observe)
 
-    async def _save(self, name: str, request: ClientRequest, watch: Watch) -> Saved:
+    async def _save(self, name: str, request: ClientRequest, observe: Observe) -> Saved:
         number = self._number()
         answer = self._expect(number)
-        outputs = watch(self.generate(request, (number, name)))
         try:
-            async for output in outputs:
-                if output.error is not None:
-                    raise NotDone(f"the prompt could not be computed: {output.error}")
+            with observe() as see:
+                async with aclosing(self.generate([request], save=(number, name))) as outputs:
+                    async for _, output in outputs:
+                        if see is not None:
+                            see(output)
+                        if output.error is not None:
+                            raise NotDone(f"the prompt could not be computed: {output.error}")
             saved: Saved = await self._answered(number, answer, DISK_SECONDS, Saved)
             return saved
         except asyncio.TimeoutError:
             raise DiskTooSlow(f"the disk has not taken the prompt within {DISK_SECONDS:g} s") from None
         finally:
-            await outputs.aclose()
             self._forget(number)
 
     async def restore(self, name: str) -> Saved:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -12,6 +11,7 @@ from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, Toke
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
 from shadowkv.serve.bodies.api_error import MESSAGES_URL
+from shadowkv.serve.http.replies import encoded_event
 from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat
@@ -30,7 +30,7 @@ class Messages(EventChat):
     request_type = MessagesRequest
     id_prefix = "msg"
     names = NAMES
-    sign_of_life = f"event: ping\ndata: {json.dumps(PING)}\n\n"
+    sign_of_life = encoded_event(PING, named=True)
 
     def output(self, job: Job) -> MessageOutput:
         return MessageOutput(job)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -126,36 +125,36 @@ class Metrics(ConnectionMetrics):
         samples = [sample for metric in metrics for sample in metric.samples]
         return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
 
-    async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
-        """``stream``, counted as it passes."""
+    @contextmanager
+    def observe(self) -> Iterator[Callable[[RequestOutput], None]]:
+        """A context for one request, which gives what is to be called with its outputs as they pass."""
         last: float | None = None
-        reason: str | None = "error"
+        reason: str | None = None
+
+        def see(output: RequestOutput) -> None:
+            nonlocal last, reason
+            now = monotonic()
+            if last is not None:
+                self._between.observe(now - last)
+            elif output.finish_reason != "error":
+                self._begin(output)
+            last, reason = now, output.finish_reason
+            self._generated.inc(len(output.token_ids))
+            if reason in ("stop", "length"):
+                times = output.times
+                self._whole.observe((times.last_token or now) - times.arrival)
+
         try:
-            async with aclosing(stream):  # type: ignore[type-var]
-                async for output in stream:
-                    now = monotonic()
-                    if last is not None:
-                        self._between.observe(now - last)
-                    elif output.finish_reason != "error":
-                        self._begin(output)
-                    last, reason = now, output.finish_reason
-                    self._generated.inc(len(output.token_ids))
-                    if reason in ("stop", "length"):
-                        times = output.times
-                        self._whole.observe((times.last_token or now) - times.arrival)
-                    yield output
-        except (GeneratorExit, asyncio.CancelledError):
-            reason = reason if last is not None and reason else "abort"
+            yield see
+        except (EngineBusy, RequestError):  # never started
+            reason = reason or ("abort" if last is not None else "")
             raise
-        except (EngineBusy, RequestError):
-            reason = None  # never started
-            raise
-        except Exception:
-            reason = "error"
+        except EngineDead:
+            reason = reason or "error"
             raise
         finally:
-            if reason is not None:
-                self._ended.labels(self._model, reason).inc()
+            if reason != "":
+                self._ended.labels(self._model, reason or "abort").inc()
 
     def _begin(self, output: RequestOutput) -> None:
         self._prompt.inc(output.prompt_tokens)

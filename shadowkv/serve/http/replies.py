@@ -4,16 +4,17 @@ waits, so that what a request holds is free at once when it hangs up, not at the
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
+from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from shadowkv.engine.request import EngineStopped
 from shadowkv.serve.bodies.api_error import ApiError
@@ -21,6 +22,8 @@ from shadowkv.serve.http.errors import as_api_error, error_response
 from shadowkv.serve.http.request_record import INTERNAL, SERVER_STOPPING, current_record
 
 T = TypeVar("T")
+
+encode_json = msgspec.json.Encoder().encode
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that the client did not wait for."""
@@ -77,10 +80,10 @@ class Events:
     chunks: AsyncGenerator[dict[str, Any], None]
     failure: Callable[[ApiError], dict[str, Any]] = ApiError.body
     named: bool = False
-    end: str = "data: [DONE]\n\n"
-    sign_of_life: str = ": keep-alive\n\n"
+    end: bytes = b"data: [DONE]\n\n"
+    sign_of_life: bytes = b": keep-alive\n\n"
 
-    async def texts(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[str, None]:
+    async def encoded(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
         """All events, beginning with a chunk that has already been requested. An error comes last but for the end,
         since the status was sent long before."""
         try:
@@ -92,23 +95,24 @@ class Events:
             if (record := current_record()) is not None:
                 record.cut = SERVER_STOPPING if isinstance(error, EngineStopped) else shown.code or INTERNAL
             yield self._event(self.failure(shown))
-        yield self.end
+        if self.end:
+            yield self.end
 
-    def _event(self, data: dict[str, Any]) -> str:
-        return event_text(data, self.named)
+    def _event(self, data: dict[str, Any]) -> bytes:
+        return encoded_event(data, self.named)
 
 
-def event_text(data: dict[str, Any], named: bool) -> str:
+def encoded_event(data: dict[str, Any], named: bool) -> bytes:
     """An event of a stream, with its ``type`` as its name if ``named``."""
-    name = f"event: {data['type']}\n" if named else ""
-    return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+    event = b"data: %b\n\n" % encode_json(data)
+    return b"event: %b\n%b" % (data["type"].encode(), event) if named else event
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Server-sent events, closed when the client is gone.
 
-    Depending on the server, Starlette's own response notices that only when it next sends, which a long prefill delays
-    by minutes, and it never closes its iterator.
+    Events go to the connection's ``BodyWriter`` where the request has one: what wraps an application's messages is on
+    no token's way.
 
     Args:
         events: what to send.
@@ -118,7 +122,9 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, keep_alive: float) -> None:
-        super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
         self._events, self._keep_alive = events, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,42 +140,56 @@ class EventStream(StreamingResponse):
                 error = first.exception() if first.done() else None
                 if isinstance(error, Exception):
                     return await error_response(as_api_error(error), scope["path"])(scope, receive, send)
-                self.body_iterator = self._events.texts(first)
-                lively = _Lively(send, self._keep_alive, self._events.sign_of_life.encode())
-                try:
-                    await self.stream_response(lively)
-                finally:
-                    lively.stop()
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                write = scope.get(BODY_WRITER) or partial(_write, send)
+                async with aclosing(self._events.encoded(first)) as encoded:
+                    with _Lively(write, self._keep_alive, self._events.sign_of_life) as lively:
+                        async for event in encoded:
+                            await write(event)
+                            lively.last = monotonic()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
 
 
-class _Lively:
-    """``send``, with a sign of life after every ``interval`` seconds of silence, until the last message or ``stop``."""
+Write = Callable[[bytes], Awaitable[None]]
 
-    def __init__(self, send: Send, interval: float, sign: bytes) -> None:
-        self._send, self._interval, self._sign, self._last = send, interval, sign, monotonic()
+BODY_WRITER = "shadowkv.body_writer"
+"""Where a request's scope has what writes parts of its answer's body, if its connection offers that."""
+
+
+async def _write(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+class _Lively:
+    """A context in which a sign of life is written after every ``interval`` seconds of silence.
+
+    Attributes:
+        last: when something was written.
+    """
+
+    def __init__(self, write: Write, interval: float, sign: bytes) -> None:
+        self._write, self._interval, self._sign, self.last = write, interval, sign, monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.stop()
-        await self._send(message)
-        self._last = monotonic()
-        if message["type"] == "http.response.start" and self._interval:
+    def __enter__(self) -> _Lively:
+        if self._interval:
             self._task = asyncio.create_task(self._say())
+        return self
 
-    def stop(self) -> None:
-        """Ends the signs of life."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._task is not None:
             self._task.cancel()
 
     async def _say(self) -> None:
         while True:
-            wait = self._last + self._interval - monotonic()
+            wait = self.last + self._interval - monotonic()
             if wait > 0:
                 await asyncio.sleep(wait)
                 continue
-            await self._send({"type": "http.response.body", "body": self._sign, "more_body": True})
-            self._last = monotonic()
+            await self._write(self._sign)
+            self.last = monotonic()

@@ -41,7 +41,7 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
         prompt = await in_turn(sum(endpoint.sizes(body)), encode)
         request = await in_turn(len(prompt), lambda: engine_request(engine, prompt, params))
-        return await engine.save(body.name, request, metrics.watch)
+        return await engine.save(body.name, request, metrics.observe)
 
     async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:
         async def answer() -> Response:

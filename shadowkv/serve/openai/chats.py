@@ -81,7 +81,7 @@ class EventOutput(Protocol):
 class EventChat(Chat):
     """A chat requested through an API of another shape: its bodies have a ``chat``."""
 
-    sign_of_life: ClassVar[str] = Events.sign_of_life
+    sign_of_life: ClassVar[bytes] = Events.sign_of_life
 
     @abstractmethod
     def output(self, job: Job) -> EventOutput:
@@ -101,4 +101,4 @@ class EventChat(Chat):
 
     def stream(self, job: Job) -> Events:
         output = self.output(job)
-        return Events(output.events(), output.failure, named=True, end="", sign_of_life=self.sign_of_life)
+        return Events(output.events(), output.failure, named=True, end=b"", sign_of_life=self.sign_of_life)

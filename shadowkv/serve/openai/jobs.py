@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
@@ -80,17 +80,21 @@ class Job:
         continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
         await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
-        streams = [self.engine.generate(choice) for choice in self.choices]
-        if self.metrics is not None:
-            streams = [self.metrics.watch(stream) for stream in streams]
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
-        async with aclosing(merge_streams(streams, timeout)) as merged:
-            async for index, output in merged:
-                if output.error is not None:
-                    raise ApiError(output.error, status=500, code="generation_failed")
-                first = index not in self.last_outputs
-                self.last_outputs[index] = output
-                yield index, self._with_prompt(index, output) if first else output
+        async with AsyncExitStack() as stack:
+            see = [stack.enter_context(self.metrics.observe()) for _ in self.choices if self.metrics is not None]
+            outputs = await stack.enter_async_context(aclosing(self.engine.generate(self.choices, timeout)))
+            try:
+                async for index, output in outputs:
+                    if see:
+                        see[index](output)
+                    if output.error is not None:
+                        raise ApiError(output.error, status=500, code="generation_failed")
+                    first = index not in self.last_outputs
+                    self.last_outputs[index] = output
+                    yield index, self._with_prompt(index, output) if first else output
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded("the request took longer than this server allows") from None
         await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
@@ -167,50 +171,6 @@ class Job:
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-T = TypeVar("T")
-
-
-async def merge_streams(
-    streams: Sequence[AsyncIterator[T]], timeout: float | None = None
-) -> AsyncGenerator[tuple[int, T], None]:
-    """Items with the number of their stream; if one stream fails, or this one is closed, all end.
-
-    After ``timeout`` seconds, ends all of them and raises DeadlineExceeded.
-    """
-    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
-
-    async def drain(index: int, stream: Any) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    items.put_nowait((index, item))
-            items.put_nowait(None)
-        except Exception as error:
-            items.put_nowait(error)
-
-    timer = None
-    if timeout is not None:
-        late = DeadlineExceeded("the request took longer than this server allows")
-        timer = asyncio.get_running_loop().call_later(max(0.0, timeout), items.put_nowait, late)
-    tasks = [asyncio.create_task(drain(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await items.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RemotePrefill:
