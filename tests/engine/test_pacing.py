@@ -134,18 +134,20 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     engine = with_graphs(make(kv="full"), monkeypatch, Graph)
     monkeypatch.setitem(BLOCK_TOKENS, engine.device.type, 64)
     graphs, steps, prepared = engine.runner.graphs, [], []
-    decode = graphs.decode
+    decode, prepare = graphs.decode, graphs.prepare
 
     def noted(plan: DecodePlan, tokens: list[int], sources: list[int]) -> torch.Tensor:
         key, before = graphs.cache.rounded(plan, graphs.max_batch).shape, graphs.captures
         logits = decode(plan, tokens, sources)
-        if tokens:
-            steps.append((key, graphs.captures > before))
-        else:
-            prepared.append(key)
+        steps.append((key, graphs.captures > before))
         return logits
 
+    def noting(plan: DecodePlan) -> None:
+        prepared.append(graphs.cache.rounded(plan, graphs.max_batch).shape)
+        prepare(plan)
+
     monkeypatch.setattr(graphs, "decode", noted)
+    monkeypatch.setattr(graphs, "prepare", noting)
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     engine.add_request("a", [5] * 20, params)
     engine.step()
