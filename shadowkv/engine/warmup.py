@@ -188,9 +188,9 @@ def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[No
 def _answered(
     engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False, one_by_one: bool = False
 ) -> Generator[None, None, list[list[int]]]:
-    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. Each prompt comes when the one
-    before has a token if they come ``one_by_one``. Whatever happens, nothing is left of the requests, except what is
-    kept of those that end."""
+    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. With ``one_by_one`` each prompt
+    comes when the one before has a token. Whatever happens, nothing is left of the requests, except what is kept of
+    those that end."""
     most = tokens if ends else tokens + 1
     sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
     answers: dict[str, list[int]] = {f"warm-up-{number}": [] for number in range(len(prompts))}
