@@ -188,7 +188,7 @@ def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[No
 def _answered(
     engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False, one_by_one: bool = False
 ) -> Generator[None, None, list[list[int]]]:
-    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. With ``one_by_one`` each prompt
+    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. With ``one_by_one`` each
     comes when the one before has a token. Whatever happens, nothing is left of the requests, except what is kept of
     those that end."""
     most = tokens if ends else tokens + 1

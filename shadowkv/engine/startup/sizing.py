@@ -95,8 +95,8 @@ GRAPH_BYTES = 2**29
 are captured at start, workspaces of matrix products, and the activations and scratch of one step, which all share."""
 
 LOGITS_AT_ONCE = 4
-"""Times that logits of a whole batch exist at once: where graphs leave them, as a product and as its float32 within one,
-those of a mixed pass, and changed ones."""
+"""Times that logits of a whole batch exist at once: where graphs leave them, in one of those as a product and in
+float32, those of a mixed pass, and changed ones."""
 
 
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
