@@ -101,24 +101,24 @@ def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) ->
     def spent() -> tuple[float, int]:
         return time.monotonic() - began, free - free_bytes(engine.device)
 
+    def ended() -> bool:
+        seconds, nbytes = spent()
+        full = len(graphs.graphs) >= MOST_GRAPHS // 2
+        return full or seconds > GRID_SECONDS or nbytes > GRID_BYTES or stopped()
+
     with interrupts_deferred() as interruptible, current(engine.device):
         for tokens in _lengths(engine):
-            if not cache.demand(tokens, tokens + 1).within(cache.free):
+            if ended() or not cache.demand(tokens, tokens + 1).within(cache.free):
                 break
             sequence = cache.allocate(tokens, tokens + 1)
             try:
                 for batch in batches:
                     interruptible()
-                    seconds, nbytes = spent()
-                    full = len(graphs.graphs) >= MOST_GRAPHS // 2
-                    if stopped() or full or seconds > GRID_SECONDS or nbytes > GRID_BYTES:
+                    if ended():
                         break
                     if (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
                         runner.prepare(plan)
-                else:
-                    longest = tokens
-                    continue
-                break
+                    longest = tokens if batch == 1 else longest
             finally:
                 cache.release(sequence)
     seconds, nbytes = spent()
@@ -141,7 +141,8 @@ def _lengths(engine: Engine) -> list[int]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU."""
+    """Free memory of a GPU, without what PyTorch keeps for later: a capture gives that back."""
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
