@@ -12,7 +12,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import kinds
 from shadowkv.engine.scheduling import pacing
-from shadowkv.engine.scheduling.pacing import Mark, Stopwatch
+from shadowkv.engine.scheduling.pacing import RECENT_TOKENS, Mark, Pace, Stopwatch
 from shadowkv.engine.scheduling.prefill_queue import PrefillQueue
 from shadowkv.kvcache.decode.batch import DecodePlan
 
@@ -109,6 +109,44 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
         seconds.append(engine.decode_steps.seconds)
     assert runner.captures == 1
     assert min(seconds[1:]) > 0 and max(seconds) < 1800  # a GPU may begin with the prefill alone
+
+
+def test_a_pace_is_that_of_recent_prompts() -> None:
+    pace = Pace()
+    assert (pace.seconds(1), pace.tokens(5.0)) == (float("inf"), 0)
+    pace.add(100, 0.2)
+    assert pace.seconds(50) == pytest.approx(0.1) and pace.tokens(0.1) == 50
+    pace.add(300, 0.2)
+    assert pace.seconds(400) == pytest.approx(0.4, rel=0.02), "a mean over tokens"
+    pace.add(RECENT_TOKENS, 1.0)
+    assert pace.seconds(RECENT_TOKENS) == pytest.approx(1.0)
+    pace.forget()
+    assert pace.seconds(1) == float("inf")
+
+
+def test_what_prompts_add_to_a_step_is_their_pace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 5 s, and 2 more with a prompt of 50 tokens, which are not the next step's."""
+    engine, passed = make(kv="full"), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: passed[0])
+    decode = engine.runner.decode
+
+    def slow(sequences: Any, tokens: Any, sources: Any, record: Any, prompts: Any) -> torch.Tensor:
+        passed[0] += 5 + 2 * len(prompts)
+        return decode(sequences, tokens, sources, record, prompts)
+
+    monkeypatch.setattr(engine.runner, "decode", slow)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.add_request("a", [5] * 20, params)
+    while not engine.scheduler.running:
+        engine.step()
+    engine.step()
+    engine.pace.forget()
+    monkeypatch.setattr(engine.prefill_queue, "joining", lambda _: next(iter(engine.prefill_queue.at_work), None))
+    engine.add_request("b", [6] * 50, params)
+    engine.step()
+    assert engine.pace.seconds(50) == pytest.approx(2) and engine.decode_steps.seconds == 5
+    engine.step()
+    assert engine.decode_steps.seconds == 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
