@@ -124,6 +124,7 @@ def test_a_pace_is_that_of_recent_prompts() -> None:
     assert pace.seconds(1) == float("inf")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a clock of its own")
 def test_what_prompts_add_to_a_step_is_their_pace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 5 s, and 2 more with a prompt of 50 tokens, which are not the next step's."""
     engine, passed = make(kv="full"), [0.0]
