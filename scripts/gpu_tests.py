@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
     "tests/engine/test_cuda_*.py",
     "tests/engine/test_backends.py",
+    "tests/engine/test_mixed_passes.py",
     "tests/kvcache/test_*.py",
     "tests/ops/test_*.py",
 )

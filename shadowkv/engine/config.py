@@ -224,7 +224,8 @@ class EngineConfig:
             "--max-num-batched-tokens",
             type=int,
             metavar="TOKENS",
-            help="prompt tokens prefilled together; a prompt of more than a block goes alone (default: %(default)s)",
+            help="tokens of one pass, of prompts and of sequences that decode; a prompt of more is computed by itself "
+            "(default: %(default)s)",
         )
         add(
             batch,

@@ -1,12 +1,14 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step advances the current prefill as far as the time between two tokens allows, then decodes one token for every
-running sequence; requests join and leave between any two steps.
+A step decodes one token for every running sequence, in one pass with short prompts that have been admitted. Before that
+it advances the current prefill, if that is too long for such a pass, as far as the time between two tokens allows.
+Requests join and leave between any two steps.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -27,6 +29,7 @@ from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import Chosen, DecodeSteps, Selected
+from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillAtWork, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.startup.loading import (
@@ -56,12 +59,18 @@ Scores = list[TokenLogprobs | None]
 TOKEN_GAP = 0.08
 """Seconds from token to token of a sequence while prompts are computed: so that 99 of 100 gaps are below 0.1. All that
 a decode step leaves of them goes to the prefill, because steps of few sequences cost nearly as much as those of many:
-at 4 to 12 ms they then get 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two."""
+at 4 to 12 ms they then get 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two. A
+prompt that fits is part of one step."""
 
 QUEUED_TOKEN_GAP = 0.25
 """The same while more prompts are waiting for which sequences are available: each step of the few running ones delays
 them all, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s on an H200 (fp8
 weights), and 76 with 0.08."""
+
+PACKED_TOKEN_GAP = 0.03
+"""The same for a step with several prompts: they save little by it, a few hundred tokens occupy a GPU's arithmetic as
+well as thousands, and each of them would make everybody wait longer. Where all that wait would take longer than a
+``QUEUED_TOKEN_GAP``, one after another, steps have prompts for that long: all of a burst are then computed sooner."""
 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
 """What prefill gets at least, in decode steps, where these take so long that little of the gap is left: full batches
@@ -94,6 +103,7 @@ class Engine:
 
     Attributes:
         cache, runner, scheduler: the parts that compute, and that decide what is computed.
+        pace: how long prompts take on this device.
         prefill_queue, decode_steps: the work in progress.
 
     Raises ValueError for settings that are not valid, MemoryError where there is not enough memory, RankFailure where
@@ -136,8 +146,9 @@ class Engine:
         self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked)
         self.notes += defaults_in_words(self.sampling_defaults)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
-        self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
-        self.prefill_queue = PrefillQueue(self.runner, self.scheduler)
+        self.pace = Pace()
+        self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)
+        self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
@@ -233,8 +244,9 @@ class Engine:
         """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[TokenOutput] = []
         with current(self.device):
-            self.prefill_queue.start()
-            if self.prefill_queue.at_work:
+            if (joining := self._start_prefill()) is not None:
+                outputs += self._join(joining)
+            elif self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
@@ -262,21 +274,53 @@ class Engine:
             self.runner.drop_graphs()
             self._ranks.close()
 
+    def _prefill_seconds(self, gap: float) -> float:
+        """What prefill may have between two tokens of those who decode."""
+        step = self.decode_steps.seconds
+        return max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
+
+    def _start_prefill(self) -> PrefillAtWork | None:
+        """Starts a prefill if it is the turn of requests; returns it where the next decode step is to compute it."""
+        if not self.scheduler.running:
+            self.prefill_queue.start()
+            return None
+        if not self.decode_steps.open:
+            return None
+        waiting = self.pace.seconds(self.scheduler.short_tokens_waiting)
+        burst = math.isfinite(waiting) and waiting > QUEUED_TOKEN_GAP
+        packed, alone = (QUEUED_TOKEN_GAP,) * 2 if burst else (PACKED_TOKEN_GAP, TOKEN_GAP)
+        self.prefill_queue.start(self.pace.tokens(self._prefill_seconds(packed)))
+        return self.prefill_queue.joining(self._prefill_seconds(alone))
+
+    def _join(self, prefill: PrefillAtWork) -> list[TokenOutput]:
+        try:
+            with torch.inference_mode():
+                if not self.decode_steps.join(prefill.rows):
+                    return []
+        except BaseException as error:
+            return self._prefill_failed(prefill, error)
+        self.prefill_queue.joined(prefill)
+        self._end_aborted(prefill)
+        return []
+
     def _advance_prefill(self) -> list[TokenOutput]:
-        step, seconds = self.decode_steps.seconds, IDLE_PREFILL_SECONDS
+        seconds = IDLE_PREFILL_SECONDS
         if self.scheduler.running:
             queued = self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
-            gap = QUEUED_TOKEN_GAP if queued else TOKEN_GAP
-            seconds = max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
+            seconds = self._prefill_seconds(QUEUED_TOKEN_GAP if queued else TOKEN_GAP)
         try:
             ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
-            dropped = self._drop_prefill(self.prefill_queue.at_work[-1])
-            if not isinstance(error, Exception):
-                raise
-            message = _explain(error)
-            return [self._error(request, message) for request in dropped]
+            return self._prefill_failed(self.prefill_queue.at_work[-1], error)
         return [] if ended is None else self._end_prefill(*ended)
+
+    def _prefill_failed(self, prefill: PrefillAtWork, error: BaseException) -> list[TokenOutput]:
+        """Ends the requests of a prefill that has failed; raises ``error`` where that is not all."""
+        dropped = self._drop_prefill(prefill)
+        if not isinstance(error, Exception):
+            raise error
+        message = _explain(error)
+        return [self._error(request, message) for request in dropped]
 
     def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
         done = prefill.rows
@@ -284,10 +328,7 @@ class Engine:
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
         rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]
-        for running in done:
-            if running.request.request_id in self._aborted:
-                self.scheduler.finish(running, keep=False)
-        self._forget_aborted(prefill)
+        self._end_aborted(prefill)
         kept = [done[row] for row in rows]
         chosen = self.runner.sampler.sample(logits[rows], [running.request for running in kept])
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
@@ -298,6 +339,13 @@ class Engine:
         requests = [running.request for running in prefill.rows if running.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
         return requests
+
+    def _end_aborted(self, prefill: PrefillAtWork) -> None:
+        """Ends those requests of a prefill that were aborted before it was computed."""
+        for running in prefill.rows:
+            if running.request.request_id in self._aborted:
+                self.scheduler.finish(running, keep=False)
+        self._forget_aborted(prefill)
 
     def _forget_aborted(self, prefill: PrefillAtWork) -> None:
         self._aborted.difference_update(running.request.request_id for running in prefill.rows)

@@ -1,7 +1,7 @@
 """Warm-up: what compiles or is captured on first use is used once, so that the first prompt is as fast as the tenth.
 
 A few requests go through the engine's own steps. They are aborted before they end, except one that a later turn
-continues; what is kept of that is evicted.
+continues; what is kept of that is evicted. Then decode steps are captured for all sizes of a batch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ import torch
 from tqdm import tqdm
 
 from shadowkv.engine.engine import Engine, interrupts_deferred
+from shadowkv.engine.execution.cuda_graphs import MOST_GRAPHS
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.startup.loading import current
+from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
+from shadowkv.kvcache.decode.planning import FEWEST_EXACT_PAGES, round_up
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
+from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +35,19 @@ SHORT = 48
 MORE = 8
 """Tokens of a later turn."""
 
+GRID_SECONDS = 10.0
+"""How long graphs are captured at start; later shapes are captured when they have been met often enough."""
+
+GRID_BYTES = GRAPH_BYTES // 2
+"""Device memory for those."""
+
 
 def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Compiles what first requests would wait for, if the device needs it and the config does not skip it; ends early
-    once ``stopped``. To be called on the thread that steps."""
+    """Compiles and captures what first requests would wait for, if the device needs it and the config does not skip it;
+    ends early once ``stopped``. To be called on the thread that steps."""
     if engine.device.type == "cuda" and not engine.config.skip_warmup:
         use_everything_once(engine, stopped)
+        capture_grid(engine, stopped)
 
 
 def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -66,16 +79,77 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
             pass
         engine.scheduler.prefix_cache.counts.forget()
         engine.scheduler.prefix_cache.speeds.forget()  # they included compiling
+        engine.pace.forget()
         engine.cache.forget_fetches()
         engine.cache.take_attention_density()
     if not shown:
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
 
+def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Captures decode steps of an engine without requests, if its steps are graphs: for each number of pages that
+    sequences may have, from the fewest, those of all sizes of a batch, up to ``GRID_SECONDS`` and ``GRID_BYTES``. The
+    log says how far that went. Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt."""
+    graphs, cache, runner = engine.runner.graphs, engine.cache, engine.runner
+    if graphs is None:
+        return
+    began, free, longest = time.monotonic(), free_bytes(engine.device), 0
+    most = engine.config.max_num_seqs
+    batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
+    before = len(graphs.graphs)
+
+    def spent() -> tuple[float, int]:
+        return time.monotonic() - began, free - free_bytes(engine.device)
+
+    def ended() -> bool:
+        seconds, nbytes = spent()
+        full = len(graphs.graphs) >= MOST_GRAPHS // 2
+        return full or seconds > GRID_SECONDS or nbytes > GRID_BYTES or stopped()
+
+    with interrupts_deferred() as interruptible, current(engine.device):
+        for tokens in _lengths(engine):
+            if ended() or not cache.demand(tokens, tokens + 1).within(cache.free):
+                break
+            sequence = cache.allocate(tokens, tokens + 1)
+            try:
+                for batch in batches:
+                    interruptible()
+                    if ended():
+                        break
+                    if (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
+                        runner.prepare(plan)
+                    longest = tokens if batch == 1 else longest
+            finally:
+                cache.release(sequence)
+    seconds, nbytes = spent()
+    logger.info(
+        "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when they are met",
+        len(graphs.graphs) - before,
+        counted(len(batches), "batch size"),
+        most,
+        f"{longest:,}",
+        seconds,
+        nbytes / MIB,
+    )
+
+
+def _lengths(engine: Engine) -> list[int]:
+    """Lengths that lead to graphs of their own, in ascending order."""
+    pages = {round_up(count) for count in range(FEWEST_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
+    longest = engine.max_model_len - 1
+    return sorted({min(PAGE * count - 1, longest) for count in pages or {FEWEST_EXACT_PAGES}})
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, without what PyTorch keeps for later: a capture gives that back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
     is long enough to be compressed, if any is, with another that shares its prefix, whose answers seal a page, and a
-    later turn after it; and a later turn of a short one."""
+    later turn after it; a later turn of a short one; and a short one that joins a step of another."""
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
     room = engine.max_model_len - (PAGE + 1) - MORE - 2  # for its answer, a later turn and that turn's answer
     if room < SHORT:
@@ -87,7 +161,9 @@ def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
     of_lengths = (([SHORT], 3), (pack, 3))
     answered = [_answered(engine, [_prompt(engine, n) for n in lengths], tokens) for lengths, tokens in of_lengths]
-    return [*answered, _later_turn(engine, shared, PAGE + 1), _later_turn(engine, [SHORT], 2)]
+    turns = [_later_turn(engine, shared, PAGE + 1), _later_turn(engine, [SHORT], 2)]
+    joining = _answered(engine, [_prompt(engine, n) for n in pack], 6, one_by_one=True)
+    return [*answered, *turns, joining]
 
 
 def _prompt(engine: Engine, length: int) -> list[int]:
@@ -111,23 +187,31 @@ def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[No
 
 
 def _answered(
-    engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False
+    engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False, one_by_one: bool = False
 ) -> Generator[None, None, list[list[int]]]:
-    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. Whatever happens, nothing is
-    left of the requests, except what is kept of those that end."""
+    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. With ``one_by_one`` each
+    comes when the one before has a token. Whatever happens, nothing is left of the requests, except what is kept of
+    those that end."""
     most = tokens if ends else tokens + 1
     sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
     answers: dict[str, list[int]] = {f"warm-up-{number}": [] for number in range(len(prompts))}
     try:
         for name, prompt in zip(answers, prompts, strict=True):
             engine.add_request(name, prompt, sampled)
+            while one_by_one and not answers[name]:
+                _take(engine.step(), answers)
+                yield
         while any(len(answer) < tokens for answer in answers.values()):
-            for output in engine.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                answers[output.request_id] += output.token_ids
+            _take(engine.step(), answers)
             yield
     finally:
         for name in answers:
             engine.abort(name)
     return [*answers.values()]
+
+
+def _take(outputs: list[TokenOutput], answers: dict[str, list[int]]) -> None:
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        answers[output.request_id] += output.token_ids

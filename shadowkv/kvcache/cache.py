@@ -23,6 +23,7 @@ from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -319,8 +320,12 @@ class KVCache:
 
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> None:
         """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
+        if isinstance(batch, MixedBatch):
+            count = batch.num_steps
+            self.append(layer, k[:count], v[:count], batch.step)
+            return self.append(layer, k[count:], v[count:], batch.prompts)
         number, prefill, decode, at = self._halves[layer]
         if number:
             batch = batch.further[number - 1]
@@ -329,7 +334,7 @@ class KVCache:
         else:
             decode.append(at, k, v, batch)
 
-    def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
 
         In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
@@ -337,8 +342,13 @@ class KVCache:
         """
         return self.begin(layer, q, batch)()
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
+        if isinstance(batch, MixedBatch):
+            count = batch.num_steps
+            step = self.begin(layer, q[:count], batch.step)  # what it fetches crosses the bus while prompts attend
+            prompts = self.begin(layer, q[count:], batch.prompts)
+            return lambda: torch.cat((step(), prompts()))
         number, prefill, decode, at = self._halves[layer]
         if number:
             batch = batch.further[number - 1]

@@ -24,11 +24,11 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Prefills can be paused after so many tokens, and are wherever they can while others decode."""
+    """Prefills can be paused after so many tokens, and are wherever they can while others decode: no step has any."""
     for kind in BLOCK_TOKENS:
         monkeypatch.setitem(BLOCK_TOKENS, kind, tokens)
         monkeypatch.setitem(PREFILL_PER_DECODE, kind, 0.0)
-    for gap in ("TOKEN_GAP", "QUEUED_TOKEN_GAP"):
+    for gap in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP"):
         monkeypatch.setattr(f"shadowkv.engine.engine.{gap}", 0.0)
 
 
@@ -74,9 +74,9 @@ def test_admission_never_exceeds_either_budget_and_keeps_the_order(make: Any, kv
     most = 0
     admit = engine.scheduler.admit
 
-    def checked() -> list[Any]:
+    def checked(*args: Any, **limits: Any) -> list[Any]:
         nonlocal most
-        new = admit()
+        new = admit(*args, **limits)
         owners = engine.scheduler.running + new
         need = Blocks()
         for owner in owners:
@@ -214,8 +214,8 @@ def test_nan_logits_fail_their_request_alone(make: Any, monkeypatch: pytest.Monk
     engine = make(kv="full")
     decode = engine.runner.decode
 
-    def poisoned(sequences: list[Any], last: list[int], sources: list[int], record: None) -> torch.Tensor:
-        logits = decode(sequences, last, sources).clone()
+    def poisoned(sequences: list[Any], last: list[int], sources: list[int], *rest: Any) -> torch.Tensor:
+        logits = decode(sequences, last, sources, *rest).clone()
         if len(sequences) == 2:
             logits[0] = float("nan")
         return logits

@@ -169,7 +169,9 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Gra
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
-    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner.step, engine.config.max_num_seqs)
+    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 0)
+    most, vocabulary = engine.config.max_num_seqs, engine.model_config.vocab_size
+    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner.step, most, vocabulary)
     engine.decode_steps.run_ahead = True
     return engine
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from test_engine import GREEDY, drain, prompt, small_blocks, tokens
+from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, tokens
+from test_mixed_steps import paced
 from test_prefix_cache import cached
 from tiers import assert_nothing_left, evict_device, settle
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -119,6 +120,22 @@ def greedy(model: torch.nn.Module, text: list[int], count: int = 8) -> list[int]
     for _ in range(count):
         answer.append(int(oracle(model, text + answer)[-1].argmax()))
     return answer
+
+
+def test_prompts_in_the_pass_of_a_step_are_answered_as_by_transformers(model: tuple[Path, torch.nn.Module]) -> None:
+    engine, texts = engine_of(model), [prompt(1, 130), prompt(2, 250), prompt(3, 5)]
+    engine.add_request("0", texts[0], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    outputs = engine.step()
+    steps = paced(engine)
+    for number in (1, 2):
+        engine.add_request(str(number), texts[number], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+    while engine.has_work:
+        outputs += engine.step()
+    assert [prompts for _, prompts in steps if prompts] == [[250, 5]]
+    for number, count in enumerate((40, 20, 20)):
+        of_request = [output for output in outputs if output.request_id == str(number)]
+        assert tokens(of_request) == greedy(model[1], texts[number], count)
+    assert_empty(engine)
 
 
 def test_prompts_come_back_from_every_tier(model: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import kinds
 from shadowkv.engine.scheduling import pacing
-from shadowkv.engine.scheduling.pacing import Mark, Stopwatch
+from shadowkv.engine.scheduling.pacing import RECENT_TOKENS, Mark, Pace, Stopwatch
 from shadowkv.engine.scheduling.prefill_queue import PrefillQueue
 from shadowkv.kvcache.decode.batch import DecodePlan
 
@@ -111,6 +111,45 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
     assert min(seconds[1:]) > 0 and max(seconds) < 1800  # a GPU may begin with the prefill alone
 
 
+def test_a_pace_is_that_of_recent_prompts() -> None:
+    pace = Pace()
+    assert (pace.seconds(1), pace.tokens(5.0)) == (float("inf"), 0)
+    pace.add(100, 0.2)
+    assert pace.seconds(50) == pytest.approx(0.1) and pace.tokens(0.1) == 50
+    pace.add(300, 0.2)
+    assert pace.seconds(400) == pytest.approx(0.4, rel=0.02), "a mean over tokens"
+    pace.add(RECENT_TOKENS, 1.0)
+    assert pace.seconds(RECENT_TOKENS) == pytest.approx(1.0)
+    pace.forget()
+    assert pace.seconds(1) == float("inf")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a clock of its own")
+def test_what_prompts_add_to_a_step_is_their_pace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 5 s, and 2 more with a prompt of 50 tokens, which are not the next step's."""
+    engine, passed = make(kv="full"), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: passed[0])
+    decode = engine.runner.decode
+
+    def slow(sequences: Any, tokens: Any, sources: Any, record: Any, prompts: Any) -> torch.Tensor:
+        passed[0] += 5 + 2 * len(prompts)
+        return decode(sequences, tokens, sources, record, prompts)
+
+    monkeypatch.setattr(engine.runner, "decode", slow)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.add_request("a", [5] * 20, params)
+    while not engine.scheduler.running:
+        engine.step()
+    engine.step()
+    engine.pace.forget()
+    monkeypatch.setattr(engine.prefill_queue, "joining", lambda _: next(iter(engine.prefill_queue.at_work), None))
+    engine.add_request("b", [6] * 50, params)
+    engine.step()
+    assert engine.pace.seconds(50) == pytest.approx(2) and engine.decode_steps.seconds == 5
+    engine.step()
+    assert engine.decode_steps.seconds == 5
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
 def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made of nobody's rows, beside pieces of the prefill."""
@@ -134,18 +173,20 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     engine = with_graphs(make(kv="full"), monkeypatch, Graph)
     monkeypatch.setitem(BLOCK_TOKENS, engine.device.type, 64)
     graphs, steps, prepared = engine.runner.graphs, [], []
-    decode = graphs.decode
+    decode, prepare = graphs.decode, graphs.prepare
 
     def noted(plan: DecodePlan, tokens: list[int], sources: list[int]) -> torch.Tensor:
         key, before = graphs.cache.rounded(plan, graphs.max_batch).shape, graphs.captures
         logits = decode(plan, tokens, sources)
-        if tokens:
-            steps.append((key, graphs.captures > before))
-        else:
-            prepared.append(key)
+        steps.append((key, graphs.captures > before))
         return logits
 
+    def noting(plan: DecodePlan) -> None:
+        prepared.append(graphs.cache.rounded(plan, graphs.max_batch).shape)
+        prepare(plan)
+
     monkeypatch.setattr(graphs, "decode", noted)
+    monkeypatch.setattr(graphs, "prepare", noting)
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     engine.add_request("a", [5] * 20, params)
     engine.step()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_engine import drain, prompt, tokens
+from test_mixed_steps import never_joining, paced
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -116,6 +117,38 @@ def test_ranks_answer_as_one(model: Path, size: int, kv: str) -> None:
     ]
     assert len(scores[0]) == 39
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def test_ranks_compute_prompts_in_the_pass_of_a_step(model: Path) -> None:
+    """Of which one is sampled, and one goes on where another's start is cached."""
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1)
+    sampled = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    found, shared = [], prompt(0, 300)
+    for size in (1, 2):
+        with engine_of(
+            model, size, kv="shadowkv:place=device,key_groups=2" if size == 1 else "shadowkv:place=device"
+        ) as engine:
+            engine.add_request("first", shared, greedy)
+            outputs = engine.step()
+            while not engine.scheduler.running:
+                outputs += engine.step()
+            if size == 1:
+                never_joining(engine)
+            steps = paced(engine)
+            engine.add_request("sampled", prompt(1, 90), sampled)
+            engine.add_request("shares", shared[:256] + prompt(2, 30), greedy)
+            while engine.has_work:
+                outputs += engine.step()
+            joined = [sorted(prompts) for _, prompts in steps if prompts]
+            assert joined == ([] if size == 1 else [[30, 90]])
+            while engine.scheduler.prefix_cache.evict():
+                pass
+            assert engine.cache.free == engine.cache.total
+        names = ("first", "sampled", "shares")
+        found.append({name: [output for output in outputs if output.request_id == name] for name in names})
+    for name in found[0]:
+        assert tokens(found[0][name]) == tokens(found[1][name])
+        assert chances(found[0][name]) == pytest.approx(chances(found[1][name]), abs=1e-3)
 
 
 def note(runner: Runner, sequences: list[CachedSequence], folder: str) -> list[int]:

@@ -47,7 +47,6 @@ def test_what_does_not_follow_from_lengths_is_not_known() -> None:
     other = cache.allocate(40, 60)
     assert stream.sequence.standing.segments == 2
     assert cache.forecast_decode([stream.sequence], [(other, 40)]) is None
-    assert cache.forecast_decode([], [(other, 40)]) is None
     host = make_cache(preset("shadowkv", rank=16, budget=64))
     stream, other = Stream(0, host.allocate(500, 600)), host.allocate(40, 60)
     prefill(host, [(stream, 500)])

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch per step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps. Shapes for whose graph there is no
-memory run without one.
+rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps. Those of short sequences are captured
+at start (``warmup.py``). A shape that is met later runs without a graph at first: nobody waits for a capture that a few
+steps would need. Shapes for whose graph there is no memory run without one for good.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import gc
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,12 +23,18 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.memory.streams import upload
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 48
+MOST_GRAPHS = 160
 """Graphs kept; the least recently used goes first."""
+
+EAGER_STEPS = 8
+"""Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, in
+which all who decode wait for one token: by then they have lost to eager steps about what it costs, and a shape that a
+batch only passes through costs no capture. Counted and not timed, as all ranks must decide alike."""
 
 Function = Callable[[Tensor], Any]
 """What is captured, as a function of numbers on the device."""
@@ -43,6 +50,7 @@ class CudaGraphs:
             tokens and where else they come from. Or it only rehearses that: runs whatever a capture must not load for
             the first time, for example a few layers, because a token waits for this and for the capture.
         max_batch: most sequences that decode together.
+        vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs: without room for a graph, a rank then cannot go on
             (RankFailure), as it does not know what the others have run.
 
@@ -50,17 +58,28 @@ class CudaGraphs:
         captures: how many there have been, including those without room.
         graphs: those that are kept, by their shapes, the most recently used last.
         without: shapes whose graph had no room.
+        eager: steps and seals that ran without a graph, by their shapes, until it was captured.
     """
 
-    def __init__(self, cache: KVCache, step: Step, max_batch: int, together: bool = False) -> None:
+    def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
         self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
         self._together = together
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
+        self.eager: Counter[tuple[int, ...]] = Counter()
+        # All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and 128 MB for 256 of them.
+        self._logits = torch.empty(max_batch, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
+    def prepare(self, plan: DecodePlan) -> None:
+        """Captures the graph of a step of padding rows, if there is none."""
+        self._decode(plan, [], [], at_once=True)
+
     def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
-        """float32 logits [B, V]; overwritten by the next call with the same shapes."""
+        """float32 logits [B, V]; overwritten by the next call."""
+        return self._decode(plan, tokens, sources, at_once=False)
+
+    def _decode(self, plan: DecodePlan, tokens: list[int], sources: list[int], at_once: bool) -> Tensor:
         for number, of_group in enumerate(plan.of_groups):
             if of_group.sealing is not None:
                 self._seal(number, of_group.sealing)
@@ -70,9 +89,10 @@ class CudaGraphs:
         numbers, split = np.concatenate((shape.packed(), inputs.ravel())), -inputs.size
 
         def step(static: Tensor, rehearsal: bool = False) -> Tensor:
-            return self._step(shape, static[:split], static[split:].view(2, -1), rehearsal)
+            logits = self._step(shape, static[:split], static[split:].view(2, -1), rehearsal)
+            return self._logits[: len(logits)].copy_(logits)
 
-        logits: Tensor = self._run(shape.shape, numbers, step, lambda static: step(static, rehearsal=True))
+        logits: Tensor = self._run(shape.shape, numbers, step, lambda static: step(static, rehearsal=True), at_once)
         return logits[:count]
 
     def drop(self) -> None:
@@ -91,12 +111,22 @@ class CudaGraphs:
         seal = functools.partial(self.cache.seal_pages, number)
         self._run((number, *padded.shape), padded, seal, seal)
 
-    def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> Any:
+    def _run(
+        self,
+        key: tuple[int, ...],
+        numbers: np.ndarray,
+        function: Function,
+        rehearsal: Function,
+        at_once: bool = False,
+    ) -> Any:
         captured = self.graphs.get(key)
         if captured is not None:
             captured.replay(numbers)
+        elif key not in self.without and not at_once and self.eager[key] < EAGER_STEPS:
+            self.eager[key] += 1
         elif key not in self.without:
             self.captures += 1
+            del self.eager[key]
             try:
                 captured = self._capture(key, numbers, function, rehearsal)
             except torch.OutOfMemoryError as error:
@@ -106,7 +136,7 @@ class CudaGraphs:
                     logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
                 self.without.add(key)
         if captured is None:
-            return function(torch.from_numpy(numbers).to(self.cache.device))
+            return function(upload(torch.from_numpy(numbers), self.cache.device))
         self.graphs.move_to_end(key)
         return captured.result
 

@@ -1,4 +1,5 @@
-"""Prefill: new tokens of sequences, layer by layer and block by block, into one cache or into several at once."""
+"""Prefill: new tokens of sequences, layer by layer and block by block, into one cache or into several at once; or those
+of short prompts in one pass with a decode step."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
@@ -41,13 +45,12 @@ def prefill(
     Args:
         work: sequences of the cache, or tuples of one per cache where there are several, and their new tokens.
     """
-    batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
+    batch, ids, last = _packed(cache, work)
     size, layers = BLOCK_TOKENS[cache.device.type], cast("list[DecoderLayer]", list(model.layers))
-    tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
-    ids, last = upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
     try:
         if batch.num_tokens <= size:
-            hidden = yield from _in_one_block(model.embed(ids), layers, cache, batch, None if scored else last)
+            block = batch.block(0, batch.num_tokens)
+            hidden = yield from _in_one_block(model.embed(ids), layers, cache, batch, block, None if scored else last)
         else:
             x = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
             for part, part_ids in zip(x.split(size), ids.split(size), strict=True):
@@ -61,12 +64,54 @@ def prefill(
     return model.logits(hidden[last]), [hidden[block.start : block.stop] for block in batch.new]
 
 
+def mixed_pass(
+    model: Decoder, cache: KVCache, step: DecodeBatch, step_ids: Tensor, work: list[tuple[CachedSequence, list[int]]]
+) -> Tensor:
+    """Computes new tokens of admitted sequences, at most a block, in one pass with a decode step of others: weights are
+    read once, and those who decode wait for one pass instead of two.
+
+    Args:
+        step: the decode step; what is due before it has been sealed.
+        step_ids: int64 [B], its tokens.
+        work: as of ``prefill``.
+
+    Returns:
+        float32 logits [B + n, V]: the step's, and those of each new sequence's last token.
+    """
+    batch, ids, last = _packed(cache, work)
+    layers, count = cast("list[DecoderLayer]", list(model.layers)), len(step_ids)
+    rows = torch.cat((torch.arange(count, device=cache.device), last + count))
+    try:
+        block = MixedBatch(step, batch.block(0, batch.num_tokens))
+        passing = _in_one_block(model.embed(torch.cat((step_ids, ids))), layers, cache, batch, block, rows)
+        try:
+            while True:
+                next(passing)
+        except StopIteration as end:
+            hidden: Tensor = end.value
+    finally:
+        cache.leave_prefill()
+    cache.end_prefill(batch)
+    return model.logits(hidden)
+
+
+def _packed(cache: KVCache | FanOut, work: list[tuple[Any, list[int]]]) -> tuple[PrefillBatch, Tensor, Tensor]:
+    """The batch of new tokens, their ids int64 [T], and each sequence's last row int64 [n]."""
+    batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
+    tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
+    return batch, upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
+
+
 def _in_one_block(
-    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, rows: Tensor | None
+    x: Tensor,
+    layers: list[DecoderLayer],
+    cache: Any,
+    batch: PrefillBatch,
+    block: PrefillBlock | MixedBatch,
+    rows: Tensor | None,
 ) -> Generator[None, None, Tensor]:
-    """Takes the residual stream [T, D] through all layers, and returns it with what the last one adds: for the rows
-    ``rows`` int64 [n] only, if these are given."""
-    block = batch.block(0, batch.num_tokens)
+    """Takes the residual stream [T, D] of ``block``, which has all of ``batch``, through all layers, and returns it
+    with what the last one adds: for the rows ``rows`` int64 [n] only, if these are given."""
     added: Tensor | None = None
     for number, layer in enumerate(layers):
         x, added = layer(x, added, cache, block, rows if number + 1 == len(layers) else None)

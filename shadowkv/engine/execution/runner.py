@@ -1,4 +1,5 @@
-"""Runs the model over batches: prefill layer by layer and block by block, decode one token for every sequence."""
+"""Runs the model over batches: prefill layer by layer and block by block, decode one token for every sequence, or both
+in one pass."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs
-from shadowkv.engine.execution.prefill import pieces, prefill
+from shadowkv.engine.execution.prefill import mixed_pass, pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
@@ -44,7 +46,9 @@ class Runner:
         self.sampler = Sampler(cache.ops)
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         together = model.group.size > 1
-        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self.step, graphs_up_to, together)
+        self.graphs = None
+        if graphs_up_to is not None:
+            self.graphs = CudaGraphs(cache, self.step, graphs_up_to, model.config.vocab_size, together)
 
     @property
     def captures(self) -> int:
@@ -72,7 +76,7 @@ class Runner:
         capture, and the device is then idle until the capture ends."""
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # such steps run without a graph
-            self.graphs.decode(plan, [], [])
+            self.graphs.prepare(plan)
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
@@ -111,15 +115,22 @@ class Runner:
         tokens: list[int],
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,
+        prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
     ) -> Tensor:
         """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
 
         A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
         ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
+
+        ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass, which is no CUDA
+        graph either: [B + n, V]. If it raises, those sequences can only be released, and the step can run without them.
         """
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
-        if self.graphs is None or record is not None:
+        if prompts:
+            with record or nullcontext():
+                logits = self._with_prompts(plan, tokens, sources, list(prompts))
+        elif self.graphs is None or record is not None:
             try:
                 with record or nullcontext():
                     logits = self.step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
@@ -132,6 +143,20 @@ class Runner:
         self.cache.end_decode(plan)
         return logits
 
+    def _with_prompts(
+        self, plan: DecodePlan, tokens: list[int], sources: list[int], work: list[tuple[CachedSequence, list[int]]]
+    ) -> Tensor:
+        if self.graphs is not None:  # numbers of pages as graphs have them: kernels may be compiled for each
+            plan = self.cache.rounded(plan, len(tokens))
+        batch = self.cache.decode_batch(plan)  # first: what is due is then sealed, whatever becomes of the prompts
+        inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
+        return mixed_pass(self.model, self.cache, batch, self._newest(inputs), work)
+
+    def _newest(self, inputs: Tensor) -> Tensor:
+        """The tokens int64 [B] that ``inputs`` int64 [2, B] of ``step`` stand for."""
+        tokens, sources = inputs
+        return torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)])
+
     def step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
         """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): one layer of each kind.
 
@@ -140,8 +165,7 @@ class Runner:
             inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
         """
         batch = self.cache.decode_batch(plan, numbers)
-        tokens, sources = inputs
-        hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
+        hidden = self.model.embed(self._newest(inputs))
         micro_batches = batch.split(plan.micro_batches)
         parts = hidden.split([len(part.positions) for part in micro_batches])
         through = self._kinds if rehearsal else self.layers

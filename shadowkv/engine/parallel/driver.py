@@ -143,9 +143,11 @@ class DriverRunner(Runner):
         tokens: list[int],
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,
+        prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
     ) -> Tensor:
         seeds = [sequence.seed for sequence in sequences]
-        self._ranks.send("decode", self._of.numbers(sequences), seeds, tokens, sources, record is not None)
+        joining = list(zip(self._of.numbers([sequence for sequence, _ in prompts]), [ids for _, ids in prompts]))
+        self._ranks.send("decode", self._of.numbers(sequences), seeds, tokens, sources, record is not None, joining)
         with self._ranks.together():
             self.share_chosen(sources)
-            return super().decode(sequences, tokens, sources, record)
+            return super().decode(sequences, tokens, sources, record, prompts)

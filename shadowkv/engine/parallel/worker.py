@@ -86,14 +86,21 @@ class Worker:
         self.runner.collective_rpc(function, [self.sequences[number] for number in numbers], *what)
 
     def decode(
-        self, numbers: list[int], seeds: list[int], tokens: list[int], sources: list[int] | None, recorded: bool
+        self,
+        numbers: list[int],
+        seeds: list[int],
+        tokens: list[int],
+        sources: list[int] | None,
+        recorded: bool,
+        joining: list[tuple[int, list[int]]],
     ) -> None:
         sequences = [self.sequences[number] for number in numbers]
         for sequence, seed in zip(sequences, seeds, strict=True):
             sequence.seed = seed
         self.runner.share_chosen(sources)
         # What is recorded is not a CUDA graph: a graph has more rows than its step, and rehearses some layers before.
-        self.runner.decode(sequences, tokens, sources, nullcontext() if recorded else None)
+        prompts = [(self.sequences[number], ids) for number, ids in joining]
+        self.runner.decode(sequences, tokens, sources, nullcontext() if recorded else None, prompts)
 
 
 def main(number: int) -> None:

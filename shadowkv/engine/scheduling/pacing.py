@@ -1,11 +1,39 @@
 """How long the device has worked on a prefill: on a GPU launches return long before, and could pile up seconds of work
-between two decode steps."""
+between two decode steps. And how long it will work on the next, judging by the last ones."""
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
+
+RECENT_TOKENS = 8192
+"""Tokens after which what was measured before counts for little."""
+
+
+class Pace:
+    """Seconds of the device's work for a token of a prompt, a mean over those computed recently."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Returns to having measured nothing."""
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Takes into account that so many tokens together took ``seconds``."""
+        kept = max(0.0, 1 - tokens / RECENT_TOKENS)
+        self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
+
+    def seconds(self, tokens: int) -> float:
+        """What so many tokens will take; infinity before anything was measured."""
+        return tokens * self._seconds / self._tokens if self._tokens else math.inf
+
+    def tokens(self, seconds: float) -> int:
+        """How many take at most ``seconds``; 0 before anything was measured."""
+        return int(seconds * self._tokens / self._seconds) if self._seconds else 0
 
 
 class Stopwatch:

@@ -1,7 +1,12 @@
-"""Prefills in progress: one, or a short one that has overtaken a long one, which is paused."""
+"""Prefills in progress: one, or a short one that has overtaken a long one, which is paused.
+
+While others decode, short prompts are part of a decode step, which computes them in the same pass
+(``PrefillQueue.joining``). All other prefills are computed by themselves, layer by layer, and paused for steps.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.scheduling.pacing import Stopwatch
+from shadowkv.engine.scheduling.pacing import Pace, Stopwatch
 from shadowkv.engine.scheduling.scheduler import Leader, Running, Scheduler
 
 CAPTURE_SECONDS = 0.05
@@ -26,17 +31,23 @@ class PrefillAtWork:
         steps: of the computation, which can be paused or abandoned between any two.
         watch: how long the device has worked on them.
         long: whether it is a prompt of more than a block, which shorter ones may overtake.
+        scored: whether log-probabilities of prompts are asked for.
+        tokens: that are computed.
         pieces: of the computation, ``done`` of which are finished.
         owed: seconds that those overtaking it had, and that it has not had since.
+        seconds: of the device's work on it so far.
     """
 
     rows: list[Running]
     steps: Generator[None, None, tuple[Tensor, list[Tensor]]]
     watch: Stopwatch
     long: bool
+    scored: bool
+    tokens: int
     pieces: int
     owed: float = 0.0
     done: int = 0
+    seconds: float = 0.0
 
     @property
     def leaders(self) -> list[Leader]:
@@ -57,10 +68,11 @@ class PrefillQueue:
 
     Attributes:
         at_work: the last one is running; those before it are long and paused.
+        pace: how long prompts take on this device.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.runner, self.scheduler = runner, scheduler
+    def __init__(self, runner: Runner, scheduler: Scheduler, pace: Pace) -> None:
+        self.runner, self.scheduler, self.pace = runner, scheduler, pace
         self.at_work: list[PrefillAtWork] = []
 
     @property
@@ -75,25 +87,43 @@ class PrefillQueue:
                 return prefill
         return None
 
-    def start(self) -> None:
-        """Starts another one if there are requests whose turn it is."""
+    def start(self, most_tokens: float = math.inf) -> None:
+        """Starts another one if it is the turn of requests, with several prompts only up to ``most_tokens``."""
         if not self.at_work:
-            rows = self.scheduler.admit()
+            rows = self.scheduler.admit(most_tokens=most_tokens)
         elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
-            rows = self.scheduler.admit([leader for prefill in self.at_work for leader in prefill.leaders])
+            leaders = [leader for prefill in self.at_work for leader in prefill.leaders]
+            rows = self.scheduler.admit(leaders, most_tokens)
         else:
             return
         if not rows:
             return
         for running in rows:
             running.request.times.scheduled = time.monotonic()
-        work = [
-            (running.sequence, running.request.prompt_token_ids[running.request.cached_tokens :]) for running in rows
-        ]
+        work = [(running.sequence, running.new_token_ids) for running in rows]
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
         scored = any(running.request.params.prompt_logprobs is not None for running in rows)
-        pieces = self.runner.prefill_pieces(sum(len(tokens) for _, tokens in work), scored)
-        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work, scored), watch, long, pieces))
+        tokens = sum(len(ids) for _, ids in work)
+        pieces = self.runner.prefill_pieces(tokens, scored)
+        steps = self.runner.prefill(work, scored)
+        self.at_work.append(PrefillAtWork(rows, steps, watch, long, scored, tokens, pieces))
+
+    def joining(self, seconds: float) -> PrefillAtWork | None:
+        """The prefill that is to be part of the next decode step: the current one, if it will add at most ``seconds``
+        to it, and can be. A step is one pass without a pause: what has begun already, is scored, attends to more than a
+        block or waits for what other tiers send is computed by itself."""
+        prefill, scheduler = self.at_work[-1] if self.at_work else None, self.scheduler
+        if prefill is None or prefill.done or prefill.scored or self.pace.seconds(prefill.tokens) > seconds:
+            return None
+        whole = sum(len(running.request.prompt_token_ids) for running in prefill.rows)
+        arriving = any(running.sequence.pending_layers is not None for running in prefill.rows)
+        fits = prefill.tokens + len(scheduler.running) <= scheduler.max_num_batched_tokens
+        return prefill if fits and not arriving and not scheduler.is_long(whole) else None
+
+    def joined(self, prefill: PrefillAtWork) -> None:
+        """Records that a decode step computes it."""
+        self._account(prefill, self.pace.seconds(prefill.tokens))
+        self.at_work.remove(prefill)
 
     def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
         """Continues the last one until another piece would take the device's work beyond ``seconds``, or makes the
@@ -118,6 +148,7 @@ class PrefillQueue:
                         return None
         except StopIteration as end:
             self._account(prefill, prefill.watch.launched())
+            self.pace.add(prefill.tokens, prefill.seconds)
             self.at_work.remove(prefill)
             return prefill, *end.value
 
@@ -127,7 +158,7 @@ class PrefillQueue:
         Returns the seconds that those pieces take; 0 where that was not done: the graph may exist already, ``seconds``
         or the rest of the prefill be too short for it, or the time of a piece not be known yet.
         """
-        if not prefill.watch.piece:
+        if not prefill.watch.piece or not self.scheduler.running:
             return 0.0
         pieces = min(prefill.pieces - prefill.done - 1, int((seconds - CAPTURE_SECONDS) / prefill.watch.piece))
         if pieces <= 0:
@@ -150,5 +181,6 @@ class PrefillQueue:
             self.scheduler.finish(running, keep=False)
 
     def _account(self, prefill: PrefillAtWork, seconds: float) -> None:
+        prefill.seconds += seconds
         first = self.at_work[0]
         first.owed = max(0.0, first.owed - seconds) if prefill is first else first.owed + seconds

@@ -8,6 +8,7 @@ of them to compute it, where that is less than all of them would compute.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Running:
 
     def __post_init__(self) -> None:
         self.sequence.seed = self.request.seed
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """Tokens of its prompt that were not cached."""
+        return self.request.prompt_token_ids[self.request.cached_tokens :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +112,8 @@ class Scheduler:
     Args:
         cache: whose sequences are scheduled.
         max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone, and so does one of more
-            than a block.
+        max_num_batched_tokens: tokens computed together, of prompts and of sequences that decode; a longer prompt goes
+            alone, and so does one of more than a block.
     """
 
     def __init__(
@@ -131,6 +137,12 @@ class Scheduler:
         return bool(self.waiting) and (
             refused is None or all(refused.request is not request for request in self.waiting)
         )
+
+    @property
+    def short_tokens_waiting(self) -> int:
+        """Tokens of the waiting prompts of up to a block."""
+        lengths = (len(request.prompt_token_ids) for request in self.waiting)
+        return sum(length for length in lengths if not self.is_long(length))
 
     def check_memory(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if the cache has no room for a request of this size even when it is empty."""
@@ -162,19 +174,20 @@ class Scheduler:
         """Whether ``new`` tokens of a prompt take more than a block: others may overtake it."""
         return new > BLOCK_TOKENS[self.cache.device.type]
 
-    def admit(self, at_work: Iterable[Leader] = ()) -> list[Running]:
+    def admit(self, at_work: Iterable[Leader] = (), most_tokens: float = math.inf) -> list[Running]:
         """The waiting requests to prefill together next, with their sequences.
 
         Args:
             at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
                 them and the others, and the others have at most a block.
+            most_tokens: a further limit on prompts that are packed; one may have more by itself.
         """
         admitted: list[Running] = []
         leaders = list(at_work)
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
         waiting = tuple(self.waiting)
         sharing = Sharing(waiting)
-        limit = self.max_num_batched_tokens
+        limit = min(most_tokens, self.max_num_batched_tokens - len(self.running))
         if beside:
             limit = min(limit, BLOCK_TOKENS[self.cache.device.type])
         for number, request in enumerate(waiting):

@@ -91,11 +91,12 @@ def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
 
 
 GRAPH_BYTES = 2**29
-"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, workspaces of matrix
-products, and the activations and scratch of one step, which all graphs share."""
+"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, half of it for those that
+are captured at start, workspaces of matrix products, and the activations and scratch of one step, which all share."""
 
-GRAPHS_AT_WORK = 4
-"""Graphs of a whole batch whose logits exist at once: while sequences grow, graphs for a few numbers of pages."""
+LOGITS_AT_ONCE = 4
+"""Times that logits of a whole batch exist at once: where graphs leave them, in one of those as a product and in
+float32, those of a mixed pass, and changed ones."""
 
 
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
@@ -106,7 +107,7 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
-    return GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + reading + fetching
+    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + fetching
 
 
 def _fetching_bytes(layout: GroupLayout) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -61,9 +62,9 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Callable[[], Tensor]:
         """As usual."""
-        if isinstance(batch, PrefillBlock):
+        if not isinstance(batch, DecodeBatch):
             return super().begin(layer, q, batch)
         if batch.of_sequence is not None:
             raise ValueError("what a sequence of several segments selects cannot be shown; take longer prompts")

@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.memory.sealed import SealedBatch
-from shadowkv.kvcache.memory.streams import SideStream
+from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.sealing.pages import Sealing
 from shadowkv.kvcache.sequences.store import Store
@@ -48,8 +48,8 @@ class Decode:
         """
         if numbers is None:
             if plan.sealing is not None:
-                self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
-            numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
+                self.sealing.seal_pages(upload(torch.from_numpy(plan.sealing), self.store.compute))
+            numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
         return batch_of(plan, numbers, self.spec, self.sealing.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:

@@ -76,13 +76,13 @@ class DecodePlanner:
         """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
         prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
         where a sequence has several, or on the micro-batches of values on the host."""
-        if self.fetching is not None or not sequences:
+        if self.fetching is not None:
             return None
         tables, layout = self.tables, self.layout
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
-        segments = int(tables.segments[slots].max())
-        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max())
-        sealed = int(tables.sealed[slots].max())
+        segments = int(tables.segments[slots].max(initial=0))
+        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max(initial=0))
+        sealed = int(tables.sealed[slots].max(initial=0))
         for sequence, length in joining:
             at = sequence.standing
             after = layout.growth.sealed(at, length, length == sequence.capacity)
@@ -134,7 +134,11 @@ class DecodePlanner:
 
 
 FEWEST_PAGES = 8
-"""Minimum width of a page table."""
+"""Minimum width of a page table for sealed pages."""
+
+FEWEST_EXACT_PAGES = 32
+"""The same for exact pages: a warp looks at as many names at once. Widths above are powers of 2, as entries without
+tokens are skipped 32 at a time: shapes of short sequences differ in the batch alone, and few graphs serve all."""
 
 
 def round_up(count: int) -> int:
@@ -153,7 +157,7 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
     """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more."""
     count, rows, most = plan.shape[:3]
     batch = max(min(round_up(count), max_batch), count)
-    exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
+    exact = min(1 << (max(plan.exact_pages, FEWEST_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
     sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
     sequence, segment = padding_numbers(tables)

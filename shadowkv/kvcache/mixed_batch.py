@@ -1,0 +1,24 @@
+"""A mixed pass, as the cache sees it: one more token of some sequences, and prompts of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.prefill.batch import PrefillBlock
+
+
+@dataclass(frozen=True)
+class MixedBatch:
+    """B tokens of a decode step, followed by the T tokens of a prefill that is one block.
+
+    The two are of different sequences and attend apart; they are one batch for everything else in a layer.
+    """
+
+    step: DecodeBatch
+    prompts: PrefillBlock
+
+    @property
+    def num_steps(self) -> int:
+        """B."""
+        return len(self.step.positions)

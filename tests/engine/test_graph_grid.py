@@ -1,0 +1,142 @@
+"""Which steps are captured in graphs, and when: those of short sequences at start, others once they were met often."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_engine import assert_empty, drain, prompt, tokens
+from test_faults import Graph, with_graphs
+
+from shadowkv import SamplingParams
+from shadowkv.engine import warmup
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution import cuda_graphs
+from shadowkv.engine.warmup import capture_grid
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
+LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+ROOM = 10 * 2**30
+
+
+@pytest.fixture
+def graphed(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines with graphs that a test can count, and a GPU's free memory."""
+
+    def built(**options: Any) -> Engine:
+        engine = with_graphs(make(**options), monkeypatch, Graph)
+        monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 8)
+        monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM)
+        return engine
+
+    return built
+
+
+def answer(engine: Engine, lengths: list[int]) -> dict[str, list[int]]:
+    """Answers of requests that come one after the other."""
+    found: dict[str, list[int]] = {}
+    for number, length in enumerate(lengths):
+        engine.add_request(str(number), prompt(number, length), LONG)
+        for output in [*engine.step(), *engine.step()]:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    for name, outputs in drain(engine).items():
+        found.setdefault(name, []).extend(tokens(outputs))
+    return found
+
+
+def keys(engine: Engine) -> list[tuple[int, ...]]:
+    return list(engine.runner.graphs.graphs)
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo:values=dense,dense_below=4000"])
+def test_steps_of_short_sequences_have_graphs_from_the_start(graphed: Any, make: Any, kv: str) -> None:
+    engine = graphed(kv=kv, max_num_seqs=6, kv_dense_below="auto")
+    capture_grid(engine)
+    assert engine.cache.free == engine.cache.total
+    assert [key[0] for key in keys(engine)] == [6, 5, 4, 3, 2, 1], "the largest first: others use its memory"
+    captures = engine.runner.graphs.captures
+    lengths = [5, 300, 900, 70, 64, 1500]
+    assert answer(engine, lengths) == answer(make(kv=kv, max_num_seqs=6, kv_dense_below="auto"), lengths)
+    assert engine.runner.graphs.captures == captures and not engine.runner.graphs.eager
+    assert_empty(engine)
+
+
+def test_a_shape_that_was_not_foreseen_runs_eagerly_before_it_is_captured(graphed: Any, make: Any) -> None:
+    engine, options = graphed(kv="full", max_num_seqs=2), {"kv": "full", "max_num_seqs": 2}
+    graphs, seen = engine.runner.graphs, []
+    run = graphs._run
+
+    def noted(key: tuple[int, ...], *rest: Any) -> Any:
+        before = graphs.captures
+        result = run(key, *rest)
+        seen.append((key, "captured" if graphs.captures > before else "graph" if key in graphs.graphs else "eager"))
+        return result
+
+    graphs._run = noted
+    lengths = [5, 90]
+    assert answer(engine, lengths) == answer(make(**options), lengths)
+    for key in {key for key, _ in seen}:
+        how = [how for of_key, how in seen if of_key == key]
+        assert how[:10] == [*["eager"] * 8, "captured", "graph"][: len(how)] and set(how[9:]) <= {"graph"}
+    assert {key[0] for key, _ in seen} == {1, 2} and not graphs.eager.keys() & graphs.graphs.keys()
+
+
+@pytest.mark.parametrize("limit", ["seconds", "bytes", "graphs", "stopped"])
+def test_the_grid_ends_at_its_limits(
+    graphed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
+) -> None:
+    engine = graphed(kv="full", max_num_seqs=6)
+    graphs = engine.runner.graphs
+    if limit == "seconds":
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 4000 * len(graphs.graphs))
+    elif limit == "bytes":
+        monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM - warmup.GRID_BYTES * len(graphs.graphs) // 2)
+    elif limit == "graphs":
+        monkeypatch.setattr(warmup, "MOST_GRAPHS", 2)
+    with caplog.at_level(logging.INFO, "shadowkv.engine"):
+        capture_grid(engine, lambda: limit == "stopped")
+    assert len(graphs.graphs) == {"seconds": 1, "bytes": 3, "graphs": 1, "stopped": 0}[limit]
+    assert engine.cache.free == engine.cache.total
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"graphs: {len(graphs.graphs)}, for 6 batch sizes up to 6 and sequences of up to 0 tokens"
+    )
+
+
+def test_a_grid_without_memory_leaves_steps_that_run_eagerly(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Graph):
+        def __init__(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = with_graphs(make(kv="full"), monkeypatch, Failing)
+    monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM)
+    capture_grid(engine)
+    assert engine.runner.graphs.without and not engine.runner.graphs.graphs
+    assert answer(engine, [5, 90]) == answer(make(kv="full"), [5, 90])
+    assert_empty(engine)
+
+
+def test_sequences_that_there_is_no_room_for_end_the_grid(graphed: Any) -> None:
+    engine = graphed(kv="full")
+    held = engine.cache.allocate(2000, 2000)
+    others = [engine.cache.allocate(1, 2048) for _ in range(engine.cache.free["sequences"])]
+    capture_grid(engine)
+    assert not keys(engine)
+    for sequence in (held, *others):
+        engine.cache.release(sequence)
+    capture_grid(engine)
+    assert keys(engine)
+
+
+def test_logits_of_all_graphs_are_in_one_place(graphed: Any) -> None:
+    """They would take as much memory again for each."""
+    engine = graphed(kv="full")
+    capture_grid(engine)
+    results = [captured.result for captured in engine.runner.graphs.graphs.values()]
+    assert len(results) > 2 and len({result.data_ptr() for result in results}) == 1
