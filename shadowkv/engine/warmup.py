@@ -35,10 +35,10 @@ SHORT = 48
 MORE = 8
 """Tokens of a later turn."""
 
-GRID_SECONDS = 10.0
+GRID_SECONDS = 15.0
 """How long graphs are captured at start; later shapes are captured when they have been met often enough."""
 
-GRID_BYTES = GRAPH_BYTES // 2
+GRID_BYTES = GRAPH_BYTES * 3 // 4
 """Device memory for those."""
 
 
@@ -119,6 +119,11 @@ def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) ->
                     if (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
                         runner.prepare(plan)
                     longest = tokens if batch == 1 else longest
+                for rows, batch in graphs.mixed_shapes():
+                    interruptible()
+                    if ended():
+                        break
+                    runner.prepare_mixed(sequence, tokens, rows, batch)
             finally:
                 cache.release(sequence)
     seconds, nbytes = spent()

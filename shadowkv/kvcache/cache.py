@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.mixed_batch import MixedBatch
+from shadowkv.kvcache.mixed_batch import ExactPrompt, MixedBatch
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -33,6 +35,9 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.snapshots import Snapshots
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
+
+Batch: TypeAlias = "DecodeBatch | PrefillBlock | ExactPrompt | MixedBatch"
+"""What goes through a layer together."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +229,49 @@ class KVCache:
         for group in self.groups:
             group.prefill.end(group.part(batch))
 
+    # -- prompts that stay exact -----------------------------------------------------------------------------------
+
+    def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
+        """Whether a prompt of ``tokens`` tokens, all there is of a sequence, is stored as it is in every group, and
+        nothing is learned from its queries for later: then an ``ExactPrompt`` may stand for it."""
+        if sequence.length or sequence.pending_layers is not None:
+            return False
+        for group in self.groups:
+            own, layout = sequence.of_group(group.number), group.layout
+            after = layout.growth.sealed(own.standing, tokens, tokens == own.capacity)
+            learns = bool(own.state_reserve) and layout.parts.observing
+            if layout.window is not None or after.tokens or after.fits or learns:
+                return False
+        return True
+
+    def exact_numbers(self, sequence: CachedSequence | None, tokens: int) -> np.ndarray:
+        """What ``exact_prompt`` needs of a prompt, int64 [3, groups]: slot, pages and tokens. None is nobody's prompt,
+        for a capture."""
+        numbers = []
+        for group in self.groups:
+            tables, slot = group.pool.tables, None if sequence is None else sequence.of_group(group.number).slot
+            slot = tables.padding_slot if slot is None else slot
+            numbers.append((slot, max(1, int(tables.ring_pages[slot])), tokens))
+        return np.array(numbers, np.int64).T
+
+    def exact_prompt(self, numbers: Tensor, rows: int) -> ExactPrompt:
+        """A prompt of up to ``rows`` tokens that stays exact, from its numbers on the device."""
+        position = torch.arange(rows, device=numbers.device)
+        batches = []
+        for group, (slot, pages, tokens) in zip(self.groups, numbers.T, strict=True):
+            tables = group.pool.tables
+            names = tables.exact[slot.view(1), (position // PAGE).clamp(max=tables.exact.shape[1] - 1)].long()
+            nobody = tables.exact[tables.padding_slot, 0].long()
+            page = torch.where((position < tokens) & (position // PAGE < pages), names, nobody)
+            batches.append(ExactPrompt(position, page, position % PAGE))
+        batches[0].further = tuple(batches[1:])
+        return batches[0]
+
+    def end_exact_prompt(self, sequence: CachedSequence, tokens: int) -> None:
+        """Makes a prompt that stays exact part of its sequence, after the last layer."""
+        for group in self.groups:
+            group.pool.tables.length[sequence.of_group(group.number).slot] = tokens
+
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
@@ -260,10 +308,11 @@ class KVCache:
         )
         return replace(first, further=tuple(further))
 
-    def rounded(self, plan: DecodePlan, max_batch: int) -> DecodePlan:
-        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps."""
+    def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
+        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps: its batch too, or to
+        ``batch``."""
         first, *further = (
-            rounded(group.part(plan), max_batch, group.layout.spec, group.pool.tables) for group in self.groups
+            rounded(group.part(plan), max_batch, group.layout.spec, group.pool.tables, batch) for group in self.groups
         )
         return replace(first, further=tuple(further))
 
@@ -320,7 +369,7 @@ class KVCache:
 
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
         if isinstance(batch, MixedBatch):
             count = batch.num_steps
@@ -331,10 +380,12 @@ class KVCache:
             batch = batch.further[number - 1]
         if isinstance(batch, PrefillBlock):
             prefill.append(at, k, v, batch)
+        elif isinstance(batch, ExactPrompt):
+            prefill.append_exact(at, k, v, batch)
         else:
             decode.append(at, k, v, batch)
 
-    def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
 
         In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
@@ -342,7 +393,7 @@ class KVCache:
         """
         return self.begin(layer, q, batch)()
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: Batch) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
         if isinstance(batch, MixedBatch):
             count = batch.num_steps
@@ -352,10 +403,10 @@ class KVCache:
         number, prefill, decode, at = self._halves[layer]
         if number:
             batch = batch.further[number - 1]
-        if isinstance(batch, PrefillBlock):
-            out = prefill.attend(at, q, batch)
-            return lambda: out
-        return decode.begin(at, q, batch)
+        if isinstance(batch, DecodeBatch):
+            return decode.begin(at, q, batch)
+        out = prefill.attend(at, q, batch) if isinstance(batch, PrefillBlock) else prefill.attend_exact(at, q, batch)
+        return lambda: out
 
 
 class FanOut:

@@ -15,7 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +24,12 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 160
+MOST_GRAPHS = 320
 """Graphs kept; the least recently used goes first."""
 
 EAGER_STEPS = 8
@@ -41,6 +42,23 @@ Function = Callable[[Tensor], Any]
 
 Step = Callable[[DecodePlan, Tensor, Tensor, bool], Tensor]
 
+Pass = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs", bool], Tensor]
+
+PROMPT_ROWS = (128, 256, 512, 768, 1024, 1536, 2048)
+"""Tokens that a prompt is padded to in a captured pass: a graph for each, times as many as there are batches below."""
+
+STEP_ROWS = (8, 32, 64, 128, 256)
+"""Rows that a decode step is padded to beside a prompt, among whose tokens they hardly count."""
+
+
+class PromptInputs(NamedTuple):
+    """A prompt in a captured pass, int64 on the device: its numbers (``KVCache.exact_prompt``) [3, groups], its token
+    ids [T], and the rows of the pass whose logits are needed [B + 1]."""
+
+    numbers: Tensor
+    ids: Tensor
+    rows: Tensor
+
 
 class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
@@ -49,6 +67,7 @@ class CudaGraphs:
         step: computes logits from a plan's shapes, its numbers on the device, and the inputs int64 [2, B]: newest
             tokens and where else they come from. Or it only rehearses that: runs whatever a capture must not load for
             the first time, for example a few layers, because a token waits for this and for the capture.
+        mixed: computes the same with a prompt that stays exact beside it, or rehearses that.
         max_batch: most sequences that decode together.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs: without room for a graph, a rank then cannot go on
@@ -61,14 +80,16 @@ class CudaGraphs:
         eager: steps and seals that ran without a graph, by their shapes, until it was captured.
     """
 
-    def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
-        self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
+    def __init__(
+        self, cache: KVCache, step: Step, mixed: Pass, max_batch: int, vocabulary: int, together: bool = False
+    ) -> None:
+        self.cache, self._step, self._mixed, self.max_batch, self.captures = cache, step, mixed, max_batch, 0
         self._together = together
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
         # All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and 128 MB for 256 of them.
-        self._logits = torch.empty(max_batch, vocabulary, device=cache.device)
+        self._logits = torch.empty(max_batch + 1, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
     def prepare(self, plan: DecodePlan) -> None:
@@ -80,9 +101,7 @@ class CudaGraphs:
         return self._decode(plan, tokens, sources, at_once=False)
 
     def _decode(self, plan: DecodePlan, tokens: list[int], sources: list[int], at_once: bool) -> Tensor:
-        for number, of_group in enumerate(plan.of_groups):
-            if of_group.sealing is not None:
-                self._seal(number, of_group.sealing)
+        self._seal_due(plan)
         count, shape = len(tokens), self.cache.rounded(plan, self.max_batch)
         inputs = np.full((2, shape.shape[0]), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
@@ -95,6 +114,61 @@ class CudaGraphs:
         logits: Tensor = self._run(shape.shape, numbers, step, lambda static: step(static, rehearsal=True), at_once)
         return logits[:count]
 
+    def mixed(
+        self, plan: DecodePlan, tokens: list[int], sources: list[int], sequence: CachedSequence, ids: list[int]
+    ) -> Tensor | None:
+        """float32 logits [B + 1, V] of a step with a prompt that stays exact; None where there is no graph for that:
+        it may take as long to capture as several passes without."""
+        rows = next((rows for rows in PROMPT_ROWS if rows >= len(ids)), None)
+        batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
+        if rows is None or batch is None or plan.micro_batches > 1 or plan.of_sequence is not None:
+            return None
+        shape = self.cache.rounded(plan, self.max_batch, batch)
+        if (rows, *shape.shape) not in self.graphs:
+            return None
+        self._seal_due(plan)
+        return self._run_mixed(shape, rows, tokens, sources, self.cache.exact_numbers(sequence, len(ids)), ids)
+
+    def prepare_mixed(self, plan: DecodePlan, rows: int, batch: int) -> None:
+        """Captures the graph of a pass of padding rows."""
+        shape = self.cache.rounded(plan, self.max_batch, batch)
+        self._run_mixed(shape, rows, [], [], self.cache.exact_numbers(None, 0), [])
+
+    def mixed_shapes(self) -> list[tuple[int, int]]:
+        """Rows of a prompt and of a step that passes are captured for."""
+        return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
+
+    def _step_rows(self) -> list[int]:
+        return sorted({min(rows, self.max_batch) for rows in STEP_ROWS})
+
+    def _run_mixed(
+        self,
+        shape: DecodePlan,
+        rows: int,
+        tokens: list[int],
+        sources: list[int],
+        prompt: np.ndarray,
+        ids: list[int],
+    ) -> Tensor:
+        batch, count, groups = shape.shape[0], len(tokens), prompt.shape[1]
+        inputs = np.full((2, batch), -1, np.int64)
+        inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
+        of_prompt, needed = np.zeros(rows, np.int64), np.zeros(batch + 1, np.int64)
+        of_prompt[: len(ids)] = ids
+        needed[:count], needed[count] = np.arange(count), batch + max(0, len(ids) - 1)
+        numbers = np.concatenate((shape.packed(), inputs.ravel(), prompt.ravel(), of_prompt, needed))
+        sizes = [numbers.size - 2 * batch - 3 * groups - rows - batch - 1, 2 * batch, 3 * groups, rows, batch + 1]
+
+        def run(static: Tensor, rehearsal: bool = False) -> Tensor:
+            own, of_step, of_groups, token_ids, wanted = static.split(sizes)
+            beside = PromptInputs(of_groups.view(3, -1), token_ids, wanted)
+            logits = self._mixed(shape, own, of_step.view(2, -1), beside, rehearsal)
+            return self._logits[: len(logits)].copy_(logits)
+
+        key = (rows, *shape.shape)
+        logits: Tensor = self._run(key, numbers, run, lambda static: run(static, rehearsal=True), at_once=True)
+        return logits[: count + 1]
+
     def drop(self) -> None:
         """Frees all graphs, even those referred to elsewhere; none can run again."""
         for captured in self.graphs.values():
@@ -105,6 +179,11 @@ class CudaGraphs:
         """Whether a plan's shapes have a graph, or no room for one."""
         key = self.cache.rounded(plan, self.max_batch).shape
         return key in self.graphs or key in self.without
+
+    def _seal_due(self, plan: DecodePlan) -> None:
+        for number, of_group in enumerate(plan.of_groups):
+            if of_group.sealing is not None:
+                self._seal(number, of_group.sealing)
 
     def _seal(self, number: int, numbers: np.ndarray) -> None:
         padded = self.cache.padded_sealing(number, numbers)

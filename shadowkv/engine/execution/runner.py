@@ -10,13 +10,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shadowkv.engine.execution.cuda_graphs import CudaGraphs
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs, PromptInputs
 from shadowkv.engine.execution.prefill import mixed_pass, pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
@@ -48,7 +49,7 @@ class Runner:
         together = model.group.size > 1
         self.graphs = None
         if graphs_up_to is not None:
-            self.graphs = CudaGraphs(cache, self.step, graphs_up_to, model.config.vocab_size, together)
+            self.graphs = CudaGraphs(cache, self.step, self.mixed_step, graphs_up_to, model.config.vocab_size, together)
 
     @property
     def captures(self) -> int:
@@ -77,6 +78,17 @@ class Runner:
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # such steps run without a graph
             self.graphs.prepare(plan)
+
+    @torch.inference_mode()
+    def prepare_mixed(self, sequence: CachedSequence, tokens: int, rows: int, batch: int) -> None:
+        """Captures the graph of a step of ``batch`` sequences of ``tokens`` tokens, as ``sequence`` would be, with a
+        prompt of up to ``rows`` tokens that stays exact; nothing where such passes are no graphs."""
+        plan = self.cache.forecast_decode([], [(sequence, tokens)] * batch)
+        windows = any(group.window is not None for group in self.cache.layout.groups)
+        if plan is None or self.graphs is None or self.model.group.size > 1 or windows:
+            return
+        with suppress(torch.OutOfMemoryError):
+            self.graphs.prepare_mixed(plan, rows, batch)
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
@@ -122,14 +134,15 @@ class Runner:
         A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
         ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
 
-        ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass, which is no CUDA
-        graph either: [B + n, V]. If it raises, those sequences can only be released, and the step can run without them.
+        ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass: [B + n, V]. It is
+        a CUDA graph for one prompt that stays exact, of which all is new, where there is one. If it raises, those
+        sequences can only be released, and the step can run without them.
         """
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
         if prompts:
             with record or nullcontext():
-                logits = self._with_prompts(plan, tokens, sources, list(prompts))
+                logits = self._with_prompts(plan, tokens, sources, list(prompts), record is None)
         elif self.graphs is None or record is not None:
             try:
                 with record or nullcontext():
@@ -144,8 +157,21 @@ class Runner:
         return logits
 
     def _with_prompts(
-        self, plan: DecodePlan, tokens: list[int], sources: list[int], work: list[tuple[CachedSequence, list[int]]]
+        self,
+        plan: DecodePlan,
+        tokens: list[int],
+        sources: list[int],
+        work: list[tuple[CachedSequence, list[int]]],
+        unrecorded: bool,
     ) -> Tensor:
+        sequence, ids = work[0]
+        captured = self.graphs is not None and self.model.group.size == 1 and unrecorded and len(work) == 1
+        if captured and self.cache.stays_exact(sequence, len(ids)):
+            assert self.graphs is not None
+            logits = self.graphs.mixed(plan, tokens, sources, sequence, ids)
+            if logits is not None:
+                self.cache.end_exact_prompt(sequence, len(ids))
+                return logits
         if self.graphs is not None:  # numbers of pages as graphs have them: kernels may be compiled for each
             plan = self.cache.rounded(plan, len(tokens))
         batch = self.cache.decode_batch(plan)  # first: what is due is then sealed, whatever becomes of the prompts
@@ -174,6 +200,22 @@ class Runner:
             return self.model.logits(*results[0])
         hiddens, added = zip(*results, strict=True)
         return self.model.logits(torch.cat(hiddens), torch.cat(added))
+
+    def mixed_step(
+        self, plan: DecodePlan, numbers: Tensor, inputs: Tensor, prompt: PromptInputs, rehearsal: bool = False
+    ) -> Tensor:
+        """Logits float32 [B + 1, V] of a decode step with a prompt that stays exact, or of a rehearsal of it.
+
+        Args:
+            plan, numbers, inputs: as of ``step``.
+        """
+        beside = self.cache.exact_prompt(prompt.numbers, len(prompt.ids))
+        batch = MixedBatch(self.cache.decode_batch(plan, numbers), beside)
+        x = self.model.embed(torch.cat((self._newest(inputs), prompt.ids)))
+        through, added = self._kinds if rehearsal else self.layers, None
+        for number, layer in enumerate(through):
+            x, added = layer(x, added, self.cache, batch, prompt.rows if number + 1 == len(through) else None)
+        return self.model.logits(x, added)
 
     def _layer_by_layer(
         self, hidden: Tensor, batch: DecodeBatch, layers: list[DecoderLayer]

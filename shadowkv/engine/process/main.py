@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -85,6 +86,7 @@ def main(descriptor: int) -> int:
         with suppress(OSError):
             control.send(NotStarted(kind, one_line(error)))
         return 1
+    gc.freeze()  # what is there now stays: collections need not look at it, which takes them as long as many steps
     with suppress(OSError):
         control.send([facts_of(core) for core in cores])
     while not orphaned.wait(POLL_SECONDS) and all(core.is_alive for core in cores):

@@ -90,8 +90,8 @@ def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
     return 4 * blocks * (shape.num_kv_heads * -(-tiles // together) * rows + lists)
 
 
-GRAPH_BYTES = 2**29
-"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, half of it for those that
+GRAPH_BYTES = 2**30
+"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, most of it for those that
 are captured at start, workspaces of matrix products, and the activations and scratch of one step, which all share."""
 
 LOGITS_AT_ONCE = 4

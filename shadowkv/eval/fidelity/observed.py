@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.cache import Batch, KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.sealed import SealedBatch
-from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
@@ -62,7 +60,7 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock | MixedBatch) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: Batch) -> Callable[[], Tensor]:
         """As usual."""
         if not isinstance(batch, DecodeBatch):
             return super().begin(layer, q, batch)

@@ -153,10 +153,10 @@ def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
-def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:
-    """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more."""
+def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> DecodePlan:
+    """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more; or for ``batch``."""
     count, rows, most = plan.shape[:3]
-    batch = max(min(round_up(count), max_batch), count)
+    batch = batch or max(min(round_up(count), max_batch), count)
     exact = min(1 << (max(plan.exact_pages, FEWEST_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
     sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0

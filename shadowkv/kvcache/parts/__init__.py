@@ -93,6 +93,11 @@ class Parts:
         return frozenset(op for part in self for op in part.ops)
 
     @property
+    def observing(self) -> bool:
+        """Whether one of them learns from a prompt's last queries."""
+        return any(type(part).observe is not Part.observe for part in self)
+
+    @property
     def diagnostics(self) -> tuple[str, ...]:
         """Diagnostics that the parts report."""
         return tuple(name for part in self for name in part.diagnostics)

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.mixed_batch import ExactPrompt
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import NewTokens, PrefillBatch, PrefillBlock, Run
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
@@ -84,6 +85,20 @@ class Prefill:
             for runs in batch.attending_together(block, self._shared)
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def append_exact(self, layer: int, k: Tensor, v: Tensor, prompt: ExactPrompt) -> None:
+        """Stores keys (before RoPE) and values [T, H, d] of a prompt that stays exact where they remain."""
+        pages = self.store.k[layer], self.store.v[layer]
+        where = prompt.write_page, prompt.write_offset
+        self.ops.append_tokens(k, v, prompt.positions, self.store.rotary, *pages, *where)
+        prompt.keys, prompt.values = k, v
+
+    def attend_exact(self, layer: int, q: Tensor, prompt: ExactPrompt) -> Tensor:
+        """Attention [T, H_q, d] of that prompt's queries before RoPE, whose layer has been appended."""
+        assert prompt.keys is not None and prompt.values is not None, "the layer has not been appended"
+        q, k = (self.ops.apply_rope(x, prompt.positions, self.store.rotary) for x in (q, prompt.keys))
+        attended: Tensor = self.ops.causal_attention(q, k, prompt.values.contiguous())
+        return attended
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
