@@ -117,7 +117,7 @@ def test_graphs_of_such_passes_give_what_each_gives_alone(make: Any, kv: str, mo
                 runner.prepare_mixed(old[0], 100, rows, batch)
             mixed = runner.graphs.mixed
 
-            def counted(*args: Any) -> torch.Tensor | None:
+            def counted(*args: Any, mixed: Any = mixed, passes: list[Any] = passes) -> torch.Tensor | None:
                 passes.append(mixed(*args))
                 return passes[-1]
 
