@@ -271,7 +271,10 @@ class EngineCore:
             self._saves[request.request_id] = lambda: self._begin(
                 client, number, lambda answer: self._saved_ones().save(name, pages, answer)
             )
-        self.engine.add(request)
+        try:
+            self.engine.add(request)
+        except RequestError as error:  # its id is in use: the engine goes on for all others
+            self._tell(client, messages.Refused(request.request_id, str(error), error.param))
 
     def _end(self, name: str, end: Callable[[str], None]) -> None:
         self._in_flight.discard(name)

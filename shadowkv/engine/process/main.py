@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -76,7 +77,14 @@ def main(descriptor: int) -> int:
         launch: Launch = control.recv()
     except (OSError, EOFError):
         return 1
-    orphaned = _watch(control)
+    try:
+        return _serve(control, launch)
+    finally:
+        _remove_folder(launch)
+
+
+def _serve(control: Connection, launch: Launch) -> int:
+    orphaned = _watch(control, launch)
     try:
         cores = load_cores(launch)
     except (ValueError, MemoryError, OSError, EngineDead) as error:
@@ -96,21 +104,30 @@ def main(descriptor: int) -> int:
     return 0 if well else 1
 
 
-def _watch(control: Connection) -> threading.Event:
-    """An event that is set once the other end closes its connection; what does not end by itself then is ended."""
+def _watch(control: Connection, launch: Launch) -> threading.Event:
+    """An event that is set once the other end says so or is gone; what does not end by itself then is ended."""
     gone = threading.Event()
+
+    def end() -> None:
+        _remove_folder(launch)
+        os._exit(1)
 
     def watch() -> None:
         seconds = ORPHAN_SECONDS
         with suppress(OSError, EOFError):
             seconds = control.recv()
         gone.set()
-        timer = threading.Timer(seconds, os._exit, (1,))
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
 
     threading.Thread(target=watch, name="shadowkv-parent", daemon=True).start()
     return gone
+
+
+def _remove_folder(launch: Launch) -> None:
+    """The process that made it may have been killed."""
+    shutil.rmtree(launch.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
