@@ -88,7 +88,7 @@ def test_metrics(post, call, engine):
     assert metrics(call)["prompt_tokens_total",] == 0
     post("completions", prompt=["Hi", "Ho"])
     post("completions", prompt="Hi", max_tokens=3, stream=True)
-    post("completions", prompt="FAIL")
+    post("completions", prompt=["HELLO", "FAIL"])
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
@@ -100,16 +100,16 @@ def test_metrics(post, call, engine):
     found = metrics(call)
     assert not {"num_requests_running", "kv_cache_used_bytes", "kv_chunks_fetched_total"} & {name for name, *_ in found}
     ended = {key[1]: value for key, value in found.items() if key[0] == "request_success_total"}
-    assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 2 and ended["abort"] == 1
-    assert found["prompt_tokens_total",] == 3 + 3 + 3 + 5 + 6 + 4
+    assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 3 and ended["abort"] == 1
+    assert found["prompt_tokens_total",] == 3 + 3 + 3 + 6 + 5 + 6 + 4
     assert found["prefix_cache_queries_total",] == found["prompt_tokens_total",]
-    assert found["prefix_cache_hits_total",] == 2 * 6
+    assert found["prefix_cache_hits_total",] == 2 * 7
     assert found["generation_tokens_total",] >= 2 * len(REPLY) + 3 + 3 + 2
     assert found["e2e_request_latency_seconds_count",] == 3
     assert found["e2e_request_latency_seconds_sum",] == pytest.approx(3 * 3.5, rel=0.01)
     for name, mean in (("time_to_first_token", 3), ("request_queue_time", 1), ("request_prefill_time", 2)):
-        assert found[f"{name}_seconds_count",] == 6
-        assert found[f"{name}_seconds_sum",] == pytest.approx(6 * mean, rel=0.01)
+        assert found[f"{name}_seconds_count",] == 7
+        assert found[f"{name}_seconds_sum",] == pytest.approx(7 * mean, rel=0.01)
     assert found["inter_token_latency_seconds_count",] >= 2 * (len(REPLY) - 1) + 2
     assert found["process_resident_memory_bytes",] > 2**20
     engine.is_alive = True

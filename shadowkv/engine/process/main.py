@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import zmq
 
@@ -77,14 +78,14 @@ def main(descriptor: int) -> int:
         launch: Launch = control.recv()
     except (OSError, EOFError):
         return 1
+    parent = _Parent(control, launch.folder)
     try:
-        return _serve(control, launch)
+        return _serve(control, launch, parent)
     finally:
-        _remove_folder(launch)
+        parent.remove_folder()
 
 
-def _serve(control: Connection, launch: Launch) -> int:
-    orphaned = _watch(control, launch)
+def _serve(control: Connection, launch: Launch, parent: _Parent) -> int:
     try:
         cores = load_cores(launch)
     except (ValueError, MemoryError, OSError, EngineDead) as error:
@@ -95,39 +96,51 @@ def _serve(control: Connection, launch: Launch) -> int:
         return 1
     with suppress(OSError):
         control.send([facts_of(core) for core in cores])
-    while not orphaned.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
+    while not parent.done.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
         pass
     well = all(core.is_alive for core in cores)
     for core in cores:
         core.shutdown()
+    if parent.is_gone:
+        parent.exit()  # nobody is left to read the last messages
     zmq.Context.instance().term()  # once the last messages have left
     return 0 if well else 1
 
 
-def _watch(control: Connection, launch: Launch) -> threading.Event:
-    """An event that is set once the other end says so or is gone; what does not end by itself then is ended."""
-    gone = threading.Event()
+class _Parent:
+    """The process that started this one, watched on a thread. Once it has done with this one, what does not end by
+    itself in time is ended.
 
-    def end() -> None:
-        _remove_folder(launch)
-        os._exit(1)
+    Args:
+        folder: for sockets; that process made it, and may be killed before it removes it.
 
-    def watch() -> None:
-        seconds = ORPHAN_SECONDS
-        with suppress(OSError, EOFError):
-            seconds = control.recv()
-        gone.set()
-        timer = threading.Timer(seconds, end)
+    Attributes:
+        done: set when it says that this one is to end, and when it is gone.
+    """
+
+    def __init__(self, control: Connection, folder: str) -> None:
+        self._control, self._folder = control, folder
+        self.done, self.is_gone = threading.Event(), False
+        threading.Thread(target=self._watch, name="shadowkv-parent", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            seconds: float = self._control.recv()
+        except (OSError, EOFError):
+            seconds, self.is_gone = ORPHAN_SECONDS, True
+        self.done.set()
+        timer = threading.Timer(seconds, self.exit)
         timer.daemon = True
         timer.start()
 
-    threading.Thread(target=watch, name="shadowkv-parent", daemon=True).start()
-    return gone
+    def exit(self) -> NoReturn:
+        """Ends this process at once."""
+        self.remove_folder()
+        os._exit(1)
 
-
-def _remove_folder(launch: Launch) -> None:
-    """The process that made it may have been killed."""
-    shutil.rmtree(launch.folder, ignore_errors=True)
+    def remove_folder(self) -> None:
+        """Removes the sockets' folder, if it is there."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
