@@ -108,7 +108,8 @@ def load(server: Server, **more: object) -> Iterator[list[Future[tuple[httpx.Res
     """Twice as many requests as run, half of them streams, at work."""
     with ThreadPoolExecutor(2 * RUNNING) as clients:
         answers = [clients.submit(server.ask, number % 2 == 0, **more) for number in range(2 * RUNNING)]
-        seconds_until(lambda: server.gauge("num_requests_running") == RUNNING)
+        for gauge in ("running", "waiting"):
+            seconds_until(lambda gauge=gauge: server.gauge(f"num_requests_{gauge}") == RUNNING)
         yield answers
 
 
