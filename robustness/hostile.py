@@ -134,7 +134,7 @@ class Watch:
 
     def _weigh(self) -> None:
         server = server_at(self._url)
-        while not self._under_way.done():
+        while not self.memory or not self._under_way.done():
             self.memory |= resident_bytes(server)
             time.sleep(0.02)
 

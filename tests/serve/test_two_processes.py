@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -19,10 +20,9 @@ import psutil
 import pytest
 from replies import events
 
-NOTICED = 1.0
-"""Seconds within which one process knows that the other is gone."""
-STEP = 1.0
-"""Seconds that a step of the tiny model takes at the most, on a machine that does something else as well."""
+NOTICED, BUSY = 1.0, 5.0
+"""Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
+something else as well."""
 SECONDS = 300
 RUNNING = 4
 BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -68,10 +68,15 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-def seconds_until(condition, most: float = SECONDS) -> float:
+def assert_prompt(waits: list[float]) -> None:
+    print(f"noticed after {statistics.median(waits):.3f} s (median), {max(waits):.3f} s at the most")
+    assert statistics.median(waits) < NOTICED and max(waits) < BUSY, waits
+
+
+def seconds_until(condition) -> float:
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() < begin + most, "it took too long"
+        assert time.monotonic() < begin + SECONDS, "it took too long"
         time.sleep(0.005)
     return time.monotonic() - begin
 
@@ -115,6 +120,7 @@ def load(server: Server, **more: object) -> Iterator[list[Future[tuple[httpx.Res
 
 @pytest.mark.parametrize("times", TIMES)
 def test_the_engines_process_is_killed(tiny_model: Path, times: int) -> None:
+    waits = []
     for _ in range(times):
         with server(tiny_model) as one:
             family = one.family()
@@ -123,25 +129,27 @@ def test_the_engines_process_is_killed(tiny_model: Path, times: int) -> None:
                 killed = time.monotonic()
                 for stream, answer in enumerate(answers):
                     response, came = answer.result()
-                    assert came - killed < NOTICED
+                    waits.append(came - killed)
                     if stream % 2 == 0 and response.status_code == 200:
                         error = events(response)[-1]["error"]
                     else:
                         assert response.status_code == 503
                         error = response.json()["error"]
                     assert error["code"] == "engine_dead" and error["message"].endswith("has ended (SIGKILL)")
-                assert one.health() == 503 and time.monotonic() - killed < 2 * NOTICED
+                assert one.health() == 503
             response, _ = one.ask()
             assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
             one.http.send_signal(signal.SIGTERM)
             assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
             one.assert_nothing_is_left(family)
             assert "Traceback" not in one.log.read_text()
+    assert_prompt(waits)
 
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("at_work", [False, True], ids=["idle", "under load"])
 def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool) -> None:
+    waits = []
     for _ in range(times):
         with server(tiny_model) as one, ThreadPoolExecutor(2 * RUNNING) as clients:
             family = one.family()
@@ -149,10 +157,11 @@ def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool)
             if at_work:
                 seconds_until(lambda: one.gauge("num_requests_running") == RUNNING)
             one.http.kill()
-            seconds_until(lambda: is_gone(one.engine), NOTICED + at_work * STEP)
+            waits.append(seconds_until(lambda: is_gone(one.engine)))
             one.http.wait()
             one.assert_nothing_is_left(family)
             assert all(isinstance(answer.exception(SECONDS), httpx.HTTPError) for answer in lost)
+    assert_prompt(waits)
 
 
 def test_a_server_that_is_stopped_drains_and_leaves_nothing(tiny_model: Path) -> None:
