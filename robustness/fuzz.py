@@ -31,6 +31,7 @@ import torch
 
 from robustness.judge import Judge
 from robustness.judge_rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
+from robustness.live_server import resident_bytes
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.client import EngineClient
@@ -367,7 +368,7 @@ async def _fuzz(engine: EngineClient, args: argparse.Namespace) -> dict[str, Any
         if cases.bodies.keys() != judge.rules.keys():
             raise SystemExit(f"the server takes {[*cases.bodies]}, but judge.py has rules for {[*judge.rules]}")
         run = Fuzz(client, cases, judge)
-        start, memory = time.monotonic(), process.memory_info().rss
+        start, memory = time.monotonic(), sum(resident_bytes(process).values())
         await run.run(args.bodies, args.seconds)
         seconds = time.monotonic() - start
         healthy = (await client.get("/health")).status_code == 200 and await known() == before
@@ -386,7 +387,7 @@ async def _fuzz(engine: EngineClient, args: argparse.Namespace) -> dict[str, Any
         "slowest number": run.slowest[1],
         "healthy afterwards": healthy,
         "requests left over": left,
-        "memory": {"first MiB": memory >> 20, "last MiB": process.memory_info().rss >> 20},
+        "memory": {"first MiB": memory >> 20, "last MiB": sum(resident_bytes(process).values()) >> 20},
     }
 
 

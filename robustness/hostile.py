@@ -2,7 +2,8 @@
 
 For each attack, several clients at a time send the same body, from a separate process. Meanwhile /health is requested
 every few milliseconds, and a small chat is requested repeatedly. The figures: the time that /health takes, the
-server's resident memory (its own and that of its processes for long bodies), and the time of a small request.
+server's resident memory (its own, its engine's, and that of its processes for long bodies), and the time of a small
+request.
 
 It starts its own server, with a tiny model:
 
@@ -26,8 +27,8 @@ from random import Random
 from typing import Any
 
 import httpx
-import psutil
 
+from robustness.live_server import resident_bytes, server_at
 from robustness.tiny_model import SERVER, own_server
 from shadowkv.eval.provenance import provenance
 from shadowkv.serve.http.settings import ServerSettings
@@ -112,7 +113,7 @@ class Watch:
         self._url, self._under_way = url, under_way
         self.health: list[float] = []
         self.small: list[float] = []
-        self.memory = [0, 0]
+        self.memory = Counter[str]()
 
     def run(self) -> None:
         """Measures until it is over."""
@@ -132,15 +133,9 @@ class Watch:
                 self.small.append(self._timed(lambda: client.post(CHAT, json=SMALL)))
 
     def _weigh(self) -> None:
-        server = next(child for child in psutil.Process().children() if "shadowkv.serve" in child.cmdline())
-        while not self._under_way.done():
-            own, others = server.memory_info().rss, 0
-            for child in server.children():
-                try:
-                    others += child.memory_info().rss
-                except psutil.NoSuchProcess:  # it was replaced
-                    continue
-            self.memory = [max(pair) for pair in zip(self.memory, (own, others), strict=True)]
+        server = server_at(self._url)
+        while not self.memory or not self._under_way.done():
+            self.memory |= resident_bytes(server)
             time.sleep(0.02)
 
     @staticmethod
@@ -150,13 +145,14 @@ class Watch:
         return time.perf_counter() - start
 
     def figures(self) -> dict[str, Any]:
-        """Milliseconds, MiB (of the server, and of its processes together) and seconds."""
+        """Milliseconds, MiB (of the server, of its engine, and of its processes for bodies together) and seconds."""
         ranks = statistics.quantiles(self.health, n=100)
         return {
             "health_p50_ms": round(1000 * ranks[49], 1),
             "health_p99_ms": round(1000 * ranks[98], 1),
-            "rss_mib": self.memory[0] >> 20,
-            "rss_of_processes_mib": self.memory[1] >> 20,
+            "rss_mib": self.memory["http"] >> 20,
+            "rss_of_engine_mib": self.memory["engine"] >> 20,
+            "rss_of_processes_mib": self.memory["bodies"] >> 20,
             "others_latency_s": round(max(self.small), 3),
         }
 
@@ -177,7 +173,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Command line; returns the exit status."""
     args, figures_of = parse(), {}
-    print(f"{'attack':26}{'seconds':>9}{'p50 ms':>9}{'p99 ms':>9}{'MiB':>7}{'+ MiB':>7}{'others s':>10}  statuses")
+    memory = f"{'MiB':>7}{'engine':>7}{'bodies':>7}"
+    print(f"{'attack':26}{'seconds':>9}{'p50 ms':>9}{'p99 ms':>9}{memory}{'others s':>10}  statuses")
     spawn = multiprocessing.get_context("spawn")
     with (
         own_server(SERVER["kv"], ServerSettings.max_body_mib) as url,
@@ -191,7 +188,8 @@ def main() -> int:
             watch.run()
             seconds, statuses = round(time.perf_counter() - start, 1), under_way.result()
             figures_of[name] = {**watch.figures(), "seconds": seconds, "statuses": statuses}
-            columns = "{health_p50_ms:9}{health_p99_ms:9}{rss_mib:7}{rss_of_processes_mib:7}{others_latency_s:10}"
+            columns = "{health_p50_ms:9}{health_p99_ms:9}{rss_mib:7}{rss_of_engine_mib:7}{rss_of_processes_mib:7}"
+            columns += "{others_latency_s:10}"
             print(f"{name:26}{seconds:9}{columns.format(**figures_of[name])}  {statuses}", flush=True)
     ok = all(figures["health_p99_ms"] <= args.limit_ms for figures in figures_of.values())
     if args.out:

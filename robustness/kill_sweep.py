@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 
-from robustness.live_server import Answer, Lost, SoakClient, compare, start_server, stop_server
+from robustness.live_server import Answer, Lost, SoakClient, compare, kill_server, start_server, stop_server
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.provenance import provenance
 from shadowkv.eval.records.predictions import write_json
@@ -138,8 +138,11 @@ class Sweep:
         flags["max_num_batched_tokens"] = 1024  # documents are computed one after another: some are done before a kill
         return flags | ({} if directory is None else {"kv_disk_dir": directory, "kv_disk_gib": 8})
 
-    def run(self, directory: Path) -> None:
-        """Servers one after another; the first is not killed."""
+    def run(self, folder: Path) -> None:
+        """Servers one after another, with their files in a folder; the first is not killed."""
+        directory, self.temporary = folder / "cache", folder / "tmp"
+        for part in (directory, self.temporary):
+            part.mkdir()
         self._serve(None, self.learn)
         held = Held.of(directory)
         for kill in range(self.args.kills):
@@ -164,7 +167,7 @@ class Sweep:
     def _serve(self, directory: Path | None, use: Any) -> None:
         """Starts a server, and calls ``use`` on it, which says whether it is to be killed."""
         start = time.monotonic()
-        process, url = start_server(self.flags(directory))
+        process, url = start_server(self.flags(directory), self.temporary)
         self.slowest_start = max(self.slowest_start, time.monotonic() - start)
         self.counts["starts"] += 1
         with process:
@@ -172,7 +175,7 @@ class Sweep:
                 self.process = process
                 asyncio.run(self._connected(url, use))
             except BaseException:
-                process.kill()
+                kill_server(process)
                 raise
             if process.poll() is None:
                 stop_server(process)
@@ -212,8 +215,7 @@ class Sweep:
             for _ in range(self.args.clients)
         ]
         await self._moment(directory)
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        kill_server(self.process)
         await asyncio.gather(*clients)
 
     async def _moment(self, directory: Path) -> None:

@@ -16,22 +16,27 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 LONGEST_ANSWER, TURN_TOKENS = 128, 16
 STOP_SECONDS = 60
 
 
-def start_server(values: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
-    """A server with these flags that is ready, and its URL; raises SystemExit if it does not start."""
+def start_server(values: dict[str, Any], temporary: Path | None = None) -> tuple[subprocess.Popen[str], str]:
+    """A server with these flags that is ready, and its URL; raises SystemExit if it does not start. Its temporary files
+    are in ``temporary`` if that is given."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", *flags]
     # Tiny tensors gain nothing from a second thread. In a separate session: Ctrl-C is for this process.
-    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TMPDIR": str(temporary)} if temporary else {})}
+    options: dict[str, Any] = {"env": environment, "start_new_session": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
     try:
@@ -55,6 +60,34 @@ def stop_server(process: subprocess.Popen[str]) -> None:
         process.wait()
     if process.returncode != 128 + signal.SIGTERM:
         raise SystemExit(f"the server ended with {process.returncode}")
+
+
+def kill_server(process: subprocess.Popen[str]) -> None:
+    """Kills all of a server's processes at once, the engine's first: that one would end properly if it were left."""
+    for one in (*psutil.Process(process.pid).children(recursive=True), process):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def server_at(url: str) -> psutil.Process:
+    """The process that clients of this machine's server talk to; raises SystemExit if there is none."""
+    port = urlsplit(url).port
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return psutil.Process(connection.pid)
+    raise SystemExit(f"no process of this user listens at {url}")
+
+
+def resident_bytes(server: psutil.Process) -> dict[str, int]:
+    """Resident memory of a server: of the process that clients talk to (``http``), of its ``engine``'s and of those for
+    long ``bodies``."""
+    found = {"http": server.memory_info().rss, "engine": 0, "bodies": 0}
+    for child in server.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it was replaced
+            bodies = "shadowkv.serve.bodies.reader_process" in child.cmdline()
+            found["bodies" if bodies else "engine"] += child.memory_info().rss
+    return found
 
 
 @dataclass

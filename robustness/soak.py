@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from robustness.live_server import Answer, Lost, SoakClient, Turn, compare
+from robustness.live_server import Answer, Lost, SoakClient, Turn, compare, resident_bytes, server_at
 from robustness.tiny_model import SERVER, SLOTS, own_server
 from shadowkv.eval.provenance import provenance
 
@@ -226,7 +226,7 @@ class Soak(HostileClients):
         self.asked = [self.greedy(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
         # The second time, the first one's tokens are cached; what is compressed is then answered from its codes.
         self.alone = [dict([await self.whole(body), await self.whole(body)]) for body in self.asked]
-        self.start = time.monotonic()
+        self.start, self.server = time.monotonic(), server_at(str(self.client.base_url))
         await self.sample()
         with HealthProbe(str(self.client.base_url)) as probe:
             await asyncio.gather(*(self.work(number) for number in range(self.args.concurrency)))
@@ -325,8 +325,9 @@ class Soak(HostileClients):
             self.faults.append("wrong by {:.4f}: {!r} for {!r}".format(difference, *texts)[:300])
 
     async def sample(self) -> None:
-        """Records the server's resident memory."""
-        mib = await self.gauge("process_resident_memory_bytes") / 2**20
+        """Records the server's resident memory, without the processes for long bodies."""
+        of = resident_bytes(self.server)
+        mib = (of["http"] + of["engine"]) / 2**20
         self.memory.append((round(time.monotonic() - self.start), round(mib)))
 
     async def left_over(self) -> int:

@@ -15,8 +15,9 @@ TARGET = ROOT / "docs" / "structure.md"
 FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness")
 INTRODUCTION = """# Structure
 
-How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
-→ `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
+How a request travels: `serve` → `engine/process` (to another process, and back), or `LLM` → `engine.Engine.step` →
+`Scheduler` (admission) → `Runner` (prefill, decode) → `models.Decoder` → `layers` → `KVCache.append / attend /
+finish_prefill` → parts → `ops`.
 Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
 `kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
 there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).

@@ -30,8 +30,13 @@ class LocalEngine(EngineClient):
     def shutdown(self, timeout: float | None = None) -> None:
         self.stopping = True
         self.core.shutdown(timeout)
-        self.disconnect()
+        if self._loop is not None and not self._loop.is_running():  # otherwise it is still told of the end
+            self.disconnect()
         self._directory.cleanup()
+
+    def another(self) -> EngineClient:
+        """A second client, for another event loop."""
+        return EngineClient(facts_of(self.core), self.tokenizer, self._directory.name, lambda: self.core.is_alive)
 
     async def ask(self, begin: Callable[[Future[Any]], None], seconds: float | None = None) -> Any:
         """What ``begin``, called on the engine's thread between two steps, settles a future with."""

@@ -167,11 +167,11 @@ def load_tokenizer(
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """The tokeniser that ``load_model`` gives, without the weights; raises as that does."""
+    """The tokeniser that ``load_model`` gives, without reading the weights beside it; raises as that does."""
     if load_format == "dummy":
         config = load_config(source, max_model_len, hf_overrides)
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
-    path = resolve(source, weights=False)
+    path = resolve(source, weights=True)  # one file with them, in a GGUF
     if path.suffix == ".gguf":
         file = GGUFFile(path)
         return tokenizer_from_gguf(file, config_from_gguf(file, max_model_len, hf_overrides).eos_token_ids)

@@ -30,12 +30,13 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.parallel.driver import DriverRunner
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.worker import Worker
+from shadowkv.engine.process.facts import Launch
+from shadowkv.engine.process.main import load_cores
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.families.registry import family
-from shadowkv.serve.start import load_engines
 from tests.local_engine import LocalEngine
 
 SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 32}
@@ -207,10 +208,13 @@ def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_a_rank_that_ends_before_the_meeting_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_before_the_meeting_is_not_waited_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    config = EngineConfig(model=str(model), tensor_parallel_size=2, device="cpu")
     with pytest.raises(ChildProcessError, match=r"tensor-parallel rank 1 has ended \(exit code 1\)"):
-        load_engines(EngineConfig(model=str(model), tensor_parallel_size=2, device="cpu"), None)
+        load_cores(Launch(config, None, str(tmp_path)))
 
 
 def test_a_group_of_somebody_else_is_left_alone(model: Path, tmp_path: Path) -> None:

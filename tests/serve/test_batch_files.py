@@ -147,7 +147,7 @@ def test_the_command_has_its_files_before_a_model_is_loaded(files, monkeypatch, 
         assert files.lock.exists()
         raise MemoryError("not even one sequence fits")
 
-    monkeypatch.setattr(command, "load_engines", load)
+    monkeypatch.setattr(command, "start_engine", load)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     flags = ["--input", str(files.input), "--output", str(files.output)]
     assert command.main(flags) == 2 and "not even one" in capsys.readouterr().err

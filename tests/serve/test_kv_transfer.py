@@ -128,13 +128,13 @@ def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkey
 
 def test_each_role_does_its_own_part_alone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    ask_engine = LocalEngine.ask
+    ask_engine = LocalEngine._ask
 
     async def spy(self: LocalEngine, *arguments: Any) -> Any:
         asked.append(self.role)
         return await ask_engine(self, *arguments)
 
-    monkeypatch.setattr(LocalEngine, "ask", spy)
+    monkeypatch.setattr(LocalEngine, "_ask", spy)
     named = {"do_remote_prefill": True, "remote_snapshots": [40 * "a"]}
     with both(serve) as (prefill, decode):
         ask(prefill, tokens(1, 64), max_tokens=1, kv_transfer_params=named)

@@ -241,7 +241,7 @@ def test_anthropics_client(ask):
         slow = {"messages": [{"role": "user", "content": "SLEEP"}], "model": "fake", "max_tokens": 9, "stream": True}
         assert next(event.type for event in client.messages.create(**slow)) == "message_start"
         raw = httpx.post(f"{url}{URL}", json=slow, headers={"x-api-key": "k"}, timeout=300).text
-        assert raw.startswith('event: ping\ndata: {"type": "ping"}\n\n')
+        assert raw.startswith('event: ping\ndata: {"type":"ping"}\n\n')
         engine.reply = REPLY
         stream = client.messages.create(messages=[{"role": "user", "content": "HANG"}], stream=True, **asked)
         next(iter(stream))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
@@ -15,6 +17,9 @@ from replies import events
 from test_serve_errors import error_of
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.process.client import EngineClient
+from shadowkv.engine.process.facts import Launch, facts_of
+from shadowkv.engine.process.main import load_cores
 from shadowkv.serve import __main__ as command
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.api_error import ApiError
@@ -22,7 +27,6 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.page import documents
 from shadowkv.serve.page.documents import read_document
 from shadowkv.serve.page.routes import PAGE_PATHS, DocumentText
-from shadowkv.serve.start import load_engines
 
 BINARY = {"Content-Type": "application/octet-stream"}
 PAGE = Path(__file__).resolve().parents[2] / "shadowkv" / "serve" / "page" / "static"
@@ -105,20 +109,22 @@ def test_answers_are_compared_by_the_name_of_the_model(engine):
 def test_policies_that_are_compared_share_their_weights(tiny_model):
     options = {"kv": "quest", "kv_budget": 64, "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 512}
     config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", **options)
-    engines = load_engines(config, "full")
-    try:
-        served, other = (one.engine for one in engines)
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        cores = load_cores(Launch(config, "full", folder))
+        for core in cores:
+            stack.callback(core.shutdown, 20)
+        served, other = (core.engine for core in cores)
         assert served.runner.model is other.runner.model and served.cache is not other.cache
         assert (other.config.kv, other.config.kv_budget, other.config.max_num_seqs) == ("full", None, 1)
+        engines = [EngineClient(facts_of(core), core.engine.tokenizer, folder) for core in cores]
+        for engine in engines:
+            stack.callback(engine.disconnect)
         app = build_app(engines[0], "tiny", None, engines[1])
         body = {"prompt": [*range(2, 202)], "max_tokens": 3, "temperature": 0, "return_selections": True}
         for name, everything in (("tiny", False), ("tiny@full", True)):
             answer = ask(app, "POST", "/v1/completions", json={**body, "model": name}).json()
             (first, *others) = answer["choices"][0]["selections"]
             assert first is None and others and all(one["everything"] is everything for one in others)
-    finally:
-        for one in engines:
-            one.shutdown(20)
 
 
 def test_a_batch_run_compares_nothing(capsys):

@@ -19,7 +19,7 @@ def no_model(monkeypatch):
     def load(config, compare):
         raise MemoryError("not even one sequence fits")
 
-    monkeypatch.setattr(command, "load_engines", load)
+    monkeypatch.setattr(command, "start_engine", load)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
@@ -46,10 +46,10 @@ def test_help_where_there_are_no_limits_of_files():
     assert "--limit-concurrency N" in result.stdout and "(default: 2048)" in result.stdout, result.stderr
 
 
-def engine(template):
-    """Of what the command asks before it serves."""
-    tokenizer = SimpleNamespace(chat_template=template)
-    return SimpleNamespace(describe=list, model_name="x", shutdown=str, tokenizer=tokenizer)
+def process(template):
+    """Of an engine with what the command asks before it serves."""
+    engine = SimpleNamespace(describe=list, model_name="x", tokenizer=SimpleNamespace(chat_template=template))
+    return SimpleNamespace(clients=[engine], stop=float)
 
 
 def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
@@ -57,7 +57,7 @@ def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[-1].tool_call_parser))
     flags = ["--port", "0", "--enable-auto-tool-choice"]
     for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
-        monkeypatch.setattr(command, "load_engines", lambda config, compare, template=template: [engine(template)])
+        monkeypatch.setattr(command, "start_engine", lambda config, compare, template=template: process(template))
         assert command.main([*flags, *(["--tool-call-parser", *more] if more else [])]) == code
         assert not code or "add --tool-call-parser hermes|llama3_json|mistral" in error_line(capsys)
     assert served == [None, "hermes"]
@@ -79,7 +79,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     served, raised = [], []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    monkeypatch.setattr(command, "load_engines", lambda *_: [engine("{{ messages }}")])
+    monkeypatch.setattr(command, "start_engine", lambda *_: process("{{ messages }}"))
     monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[-1].limit_concurrency))
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
     told = f"--limit-concurrency 2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
@@ -135,5 +135,5 @@ def test_interrupt_while_loading(monkeypatch, capsys):
     def load(config, compare):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "load_engines", load)
+    monkeypatch.setattr(command, "start_engine", load)
     assert command.main(["--port", "0"]) == 130

@@ -87,7 +87,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
         broken = clients.submit(ask, url, stream=stream)
         wait_until(lambda: engine.engine.scheduler.running)
         (running,) = engine.engine.scheduler.running
-        text = engine._answers[running.request.request_id]._text
+        (text,) = engine._answers[running.request.request_id]._texts
         monkeypatch.setattr(text._detokenizer._stream, "push", None)
         other = clients.submit(ask, url, max_tokens=20)
         response = broken.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_serve_errors import error_of
 
 from shadowkv import __version__
+from shadowkv.engine.engine import EngineStats
 
 
 def test_tokenize(call):
@@ -86,26 +88,28 @@ def test_metrics(post, call, engine):
     assert metrics(call)["prompt_tokens_total",] == 0
     post("completions", prompt=["Hi", "Ho"])
     post("completions", prompt="Hi", max_tokens=3, stream=True)
-    post("completions", prompt="FAIL")
-    post("completions", prompt=["HELLO", "DIE"])
-    post("completions", prompt="BUSY")
-    post("completions", prompt="x" * 300)
+    post("completions", prompt=["HELLO", "FAIL"])
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
     fetched = [found[f"kv_{name}_total",] for name in ("chunks_selected", "chunks_fetched", "fetched_bytes")]
     assert fetched == [1000, 300, 614400]
+    post("completions", prompt=["HELLO", "DIE"])
+    post("completions", prompt="BUSY")
+    post("completions", prompt="x" * 300)
+    found = metrics(call)
+    assert not {"num_requests_running", "kv_cache_used_bytes", "kv_chunks_fetched_total"} & {name for name, *_ in found}
     ended = {key[1]: value for key, value in found.items() if key[0] == "request_success_total"}
-    assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 2 and ended["abort"] == 1
-    assert found["prompt_tokens_total",] == 3 + 3 + 3 + 5 + 6 + 4
+    assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 3 and ended["abort"] == 1
+    assert found["prompt_tokens_total",] == 3 + 3 + 3 + 6 + 5 + 6 + 4
     assert found["prefix_cache_queries_total",] == found["prompt_tokens_total",]
-    assert found["prefix_cache_hits_total",] == 2 * 6
+    assert found["prefix_cache_hits_total",] == 2 * 7
     assert found["generation_tokens_total",] >= 2 * len(REPLY) + 3 + 3 + 2
     assert found["e2e_request_latency_seconds_count",] == 3
     assert found["e2e_request_latency_seconds_sum",] == pytest.approx(3 * 3.5, rel=0.01)
     for name, mean in (("time_to_first_token", 3), ("request_queue_time", 1), ("request_prefill_time", 2)):
-        assert found[f"{name}_seconds_count",] == 6
-        assert found[f"{name}_seconds_sum",] == pytest.approx(6 * mean, rel=0.01)
+        assert found[f"{name}_seconds_count",] == 7
+        assert found[f"{name}_seconds_sum",] == pytest.approx(7 * mean, rel=0.01)
     assert found["inter_token_latency_seconds_count",] >= 2 * (len(REPLY) - 1) + 2
     assert found["process_resident_memory_bytes",] > 2**20
     engine.is_alive = True
@@ -132,9 +136,13 @@ PREFIXES = {
 
 @pytest.mark.parametrize("tiers", [("device", "host", "disk"), ("device",), ()])
 def test_metrics_of_the_prefix_cache_name_the_tiers_that_there_are(call, engine, monkeypatch, tiers):
-    stats = engine.stats()
+    stats = asyncio.run(engine.stats())
     prefixes = {tier: one for tier, one in stats.prefixes.items() if tier in tiers}
-    monkeypatch.setattr(engine, "stats", lambda: replace(stats, prefixes=prefixes))
+
+    async def some() -> EngineStats:
+        return replace(stats, prefixes=prefixes)
+
+    monkeypatch.setattr(engine, "stats", some)
     found = {key: value for key, value in metrics(call).items() if key[0].startswith("prefix_cache_") and key[1:]}
     assert found == {
         (f"prefix_cache_{name}", tier): value

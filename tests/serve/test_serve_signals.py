@@ -25,21 +25,24 @@ class Engine(FakeEngine):
     def describe(self):
         return []
 
-    def shutdown(self, timeout=None):
-        self.is_alive = False
-
-    def stats(self):
+    async def stats(self):
         raise ValueError("a line\\\\n2026-01-01 forged")
 
-    async def generate(self, request):
+    async def generate(self, requests, timeout=None):
         print("running", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        async for output in super().generate(request):
+        async for output in super().generate(requests, timeout):
             yield output
+
+class Process:
+    clients = [Engine()]
+
+    def stop(self, seconds):
+        self.clients[0].is_alive = False
 
 # Whatever the tests were started under.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
-command.load_engines = lambda config, compare: [Engine()]
+command.start_engine = lambda config, compare: Process()
 sys.exit(command.main(["--port", "0", "--shutdown-timeout", "60"]))
 """
 

@@ -72,6 +72,7 @@ class Answers:
         self._outputs: dict[int, list[TokenOutput]] = {}
         self._error: Exception | None = None
         self._arrived: asyncio.Future[None] | None = None
+        self._ended: set[int] = set()
         self.unfinished = set(self._numbers)
         """Requests for which the engine has something left to do."""
 
@@ -93,7 +94,7 @@ class Answers:
 
     async def read(self) -> list[tuple[int, RequestOutput]]:
         """What has come since the last time, by the requests' numbers; waits for something. Raises the error that ended
-        them."""
+        them. What comes for an answer after its end, until the engine knows of that, is left out."""
         if not self._outputs and self._error is None:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
@@ -101,7 +102,9 @@ class Answers:
             assert self._error is not None, "woken by nothing"
             raise self._error
         outputs, self._outputs = self._outputs, {}
-        return [(number, self._read(number, of_it)) for number, of_it in outputs.items()]
+        read = [(number, self._read(number, of_it)) for number, of_it in outputs.items() if number not in self._ended]
+        self._ended |= {number for number, output in read if output.finish_reason is not None}
+        return read
 
     def _read(self, number: int, outputs: list[TokenOutput]) -> RequestOutput:
         try:

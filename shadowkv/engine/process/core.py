@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.outputs import RequestTimes, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
@@ -186,6 +186,13 @@ class EngineCore:
             if threading.current_thread() is not self._receiver:
                 self._commands.put(partial(self._tell, client, refused))
             return refused
+        except Exception as error:  # of one request: the others are served
+            logger.exception("a request could not be made")
+            what = f"internal error ({type(error).__name__}); the log has the details"
+            counts = len(add.prompt) // messages.ID_BYTES, 0, 0
+            output = TokenOutput(add.request_id, [], "error", *counts, RequestTimes(add.arrival), error=what)
+            self._commands.put(partial(self._send, [output]))
+            return None
         request.times.arrival, request.looked_up = add.arrival, add.looked_up
         self._commands.put(partial(self._add, client, request, add.save))
         return None
@@ -271,7 +278,10 @@ class EngineCore:
             self._saves[request.request_id] = lambda: self._begin(
                 client, number, lambda answer: self._saved_ones().save(name, pages, answer)
             )
-        self.engine.add(request)
+        try:
+            self.engine.add(request)
+        except RequestError as error:  # its id is in use: the engine goes on for all others
+            self._tell(client, messages.Refused(request.request_id, str(error), error.param))
 
     def _end(self, name: str, end: Callable[[str], None]) -> None:
         self._in_flight.discard(name)

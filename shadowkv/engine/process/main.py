@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import zmq
 
@@ -77,7 +79,14 @@ def main(descriptor: int) -> int:
         launch: Launch = control.recv()
     except (OSError, EOFError):
         return 1
-    orphaned = _watch(control)
+    parent = _Parent(control, launch.folder)
+    try:
+        return _serve(control, launch, parent)
+    finally:
+        parent.remove_folder()
+
+
+def _serve(control: Connection, launch: Launch, parent: _Parent) -> int:
     try:
         cores = load_cores(launch)
     except (ValueError, MemoryError, OSError, EngineDead) as error:
@@ -89,30 +98,51 @@ def main(descriptor: int) -> int:
     gc.freeze()  # what is there now stays: collections need not look at it, which takes them as long as many steps
     with suppress(OSError):
         control.send([facts_of(core) for core in cores])
-    while not orphaned.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
+    while not parent.done.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
         pass
     well = all(core.is_alive for core in cores)
     for core in cores:
         core.shutdown()
+    if parent.is_gone:
+        parent.exit()  # nobody is left to read the last messages
     zmq.Context.instance().term()  # once the last messages have left
     return 0 if well else 1
 
 
-def _watch(control: Connection) -> threading.Event:
-    """An event that is set once the other end closes its connection; what does not end by itself then is ended."""
-    gone = threading.Event()
+class _Parent:
+    """The process that started this one, watched on a thread. Once it has done with this one, what does not end by
+    itself in time is ended.
 
-    def watch() -> None:
-        seconds = ORPHAN_SECONDS
-        with suppress(OSError, EOFError):
-            seconds = control.recv()
-        gone.set()
-        timer = threading.Timer(seconds, os._exit, (1,))
+    Args:
+        folder: for sockets; that process made it, and may be killed before it removes it.
+
+    Attributes:
+        done: set when it says that this one is to end, and when it is gone.
+    """
+
+    def __init__(self, control: Connection, folder: str) -> None:
+        self._control, self._folder = control, folder
+        self.done, self.is_gone = threading.Event(), False
+        threading.Thread(target=self._watch, name="shadowkv-parent", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            seconds: float = self._control.recv()
+        except (OSError, EOFError):
+            seconds, self.is_gone = ORPHAN_SECONDS, True
+        self.done.set()
+        timer = threading.Timer(seconds, self.exit)
         timer.daemon = True
         timer.start()
 
-    threading.Thread(target=watch, name="shadowkv-parent", daemon=True).start()
-    return gone
+    def exit(self) -> NoReturn:
+        """Ends this process at once."""
+        self.remove_folder()
+        os._exit(1)
+
+    def remove_folder(self) -> None:
+        """Removes the sockets' folder, if it is there."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from shadowkv.engine.sampling_params import SamplingParams
 VERSION = 1
 """Of these messages."""
 
+ID_BYTES = 4
+"""Of a packed token id."""
+
 
 class Greeting(msgspec.Struct, tag=True):
     """A serving process has opened its PULL socket."""

@@ -1,0 +1,193 @@
+"""A server's two processes: when either dies the other notices at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+import psutil
+import pytest
+from replies import events
+
+NOTICED, BUSY = 1.0, 5.0
+"""Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
+something else as well."""
+SECONDS = 300
+RUNNING = 4
+BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+TIMES = [pytest.param(2, id="twice"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
+
+
+@dataclass
+class Server:
+    """A running server: its two processes, and the folder of all its temporary files."""
+
+    http: subprocess.Popen[str]
+    engine: psutil.Process
+    url: str
+    folder: Path
+    log: Path
+
+    def ask(self, stream: bool = False, **more: object) -> tuple[httpx.Response, float]:
+        """The answer to a long request, and when it came."""
+        answer = httpx.post(f"{self.url}/v1/completions", json={**BODY, "stream": stream, **more}, timeout=SECONDS)
+        return answer, time.monotonic()
+
+    def health(self) -> int:
+        return httpx.get(f"{self.url}/health", timeout=SECONDS).status_code
+
+    def gauge(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"shadowkv:{name}{{"))
+
+    def assert_nothing_is_left(self, family: list[psutil.Process]) -> None:
+        assert not [process for process in family if not is_gone(process)]
+        assert not list(self.folder.iterdir())
+
+    def family(self) -> list[psutil.Process]:
+        """All its processes."""
+        process = psutil.Process(self.http.pid)
+        return [process, *process.children(recursive=True)]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended, though nobody may have asked how."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def assert_prompt(waits: list[float]) -> None:
+    print(f"noticed after {statistics.median(waits):.3f} s (median), {max(waits):.3f} s at the most")
+    assert statistics.median(waits) < NOTICED and max(waits) < BUSY, waits
+
+
+def seconds_until(condition) -> float:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + SECONDS, "it took too long"
+        time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+@contextmanager
+def server(model: Path, *flags: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={model}", "--load-format=dummy"]
+    command += ["--device=cpu", "--kv=full", f"--max-num-seqs={RUNNING}", *flags]
+    with TemporaryDirectory(prefix="two-") as own:  # a short path: those of sockets are
+        folder, log = Path(own) / "tmp", Path(own) / "log"
+        folder.mkdir()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+        ):
+            engines: list[psutil.Process] = []
+            try:
+                assert process.stdout is not None
+                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+                assert ready is not None, log.read_text()
+                engines = psutil.Process(process.pid).children()
+                (engine,) = engines
+                assert [path.name.startswith("shadowkv-") for path in folder.iterdir()] == [True]
+                yield Server(process, engine, ready.split()[1].removesuffix("/v1"), folder, log)
+            finally:
+                for one in (*engines, process):
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+
+
+@contextmanager
+def load(server: Server, **more: object) -> Iterator[list[Future[tuple[httpx.Response, float]]]]:
+    """Twice as many requests as run, half of them streams, at work."""
+    with ThreadPoolExecutor(2 * RUNNING) as clients:
+        answers = [clients.submit(server.ask, number % 2 == 0, **more) for number in range(2 * RUNNING)]
+        for gauge in ("running", "waiting"):
+            seconds_until(lambda gauge=gauge: server.gauge(f"num_requests_{gauge}") == RUNNING)
+        yield answers
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_the_engines_process_is_killed(tiny_model: Path, times: int) -> None:
+    waits = []
+    for _ in range(times):
+        with server(tiny_model) as one:
+            family = one.family()
+            with load(one) as answers:
+                one.engine.kill()
+                killed = time.monotonic()
+                for stream, answer in enumerate(answers):
+                    response, came = answer.result()
+                    waits.append(came - killed)
+                    if stream % 2 == 0 and response.status_code == 200:
+                        error = events(response)[-1]["error"]
+                    else:
+                        assert response.status_code == 503
+                        error = response.json()["error"]
+                    assert error["code"] == "engine_dead" and error["message"].endswith("has ended (SIGKILL)")
+                assert one.health() == 503
+            response, _ = one.ask()
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+            one.http.send_signal(signal.SIGTERM)
+            assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
+            one.assert_nothing_is_left(family)
+            assert "Traceback" not in one.log.read_text()
+    assert_prompt(waits)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("at_work", [False, True], ids=["idle", "under load"])
+def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool) -> None:
+    waits = []
+    for _ in range(times):
+        with server(tiny_model) as one, ThreadPoolExecutor(2 * RUNNING) as clients:
+            family = one.family()
+            lost = [clients.submit(one.ask, True) for _ in range(2 * RUNNING if at_work else 0)]
+            if at_work:
+                seconds_until(lambda: one.gauge("num_requests_running") == RUNNING)
+            one.http.kill()
+            waits.append(seconds_until(lambda: is_gone(one.engine)))
+            one.http.wait()
+            one.assert_nothing_is_left(family)
+            assert all(isinstance(answer.exception(SECONDS), httpx.HTTPError) for answer in lost)
+    assert_prompt(waits)
+
+
+def test_a_server_that_is_stopped_drains_and_leaves_nothing(tiny_model: Path) -> None:
+    with server(tiny_model, "--shutdown-timeout=100") as one:
+        family = one.family()
+        with load(one, max_tokens=500) as answers:
+            for process in family:  # as a service manager, or a terminal, does
+                process.send_signal(signal.SIGTERM)
+            assert [answer.result()[0].status_code for answer in answers] == [200] * len(answers)
+        assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
+        one.assert_nothing_is_left(family)
+        assert "engine has died" not in one.log.read_text()
+
+
+def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={tiny_model}", "--load-format=dummy"]
+    with TemporaryDirectory(prefix="two-") as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        with subprocess.Popen(
+            [*command, "--device=cpu"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        ) as process:
+            try:
+                seconds_until(lambda: psutil.Process(process.pid).children())
+                (engine,) = psutil.Process(process.pid).children()
+                time.sleep(0.3)  # the first message is on its way
+            finally:
+                process.kill()
+        seconds_until(lambda: is_gone(engine))
+        assert not os.listdir(folder)
