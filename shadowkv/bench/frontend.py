@@ -54,6 +54,8 @@ SHOWN = (
     ("events", "Events (1/s)", ".0f"),
     ("tokens_per_event", "Tokens per event", ".2f"),
     ("server_cpu", "Processor share of the HTTP process", ".2f"),
+    ("us_per_event", "Its processor time per event (µs)", ".1f"),
+    ("us_per_token", "Its processor time per token (µs)", ".2f"),
     ("median_delay_ms", "Median time from token to client (ms)", ".2f"),
     ("p99_delay_ms", "P99 time from token to client (ms)", ".2f"),
     ("median_ttft_ms", "Median TTFT (ms)", ".2f"),
@@ -181,6 +183,8 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
         "events": window.events / seconds,
         "tokens_per_event": window.tokens / window.events,
         "server_cpu": window.cpu / seconds,
+        "us_per_event": 1e6 * window.cpu / window.events,
+        "us_per_token": 1e6 * window.cpu / window.tokens,
         **_spread("delay", np.asarray(window.delays)),
         **_spread("ttft", first),
     }
