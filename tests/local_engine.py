@@ -12,7 +12,6 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.process.core import EngineCore
-from shadowkv.engine.process.facts import facts_of
 
 
 class LocalEngine(EngineClient):
@@ -22,7 +21,7 @@ class LocalEngine(EngineClient):
         self._directory = TemporaryDirectory(prefix="shadowkv-")
         self.engine = Engine(config)
         self.core = EngineCore(self.engine, self._directory.name, "engine")
-        super().__init__(facts_of(self.core), self.engine.tokenizer, self._directory.name, lambda: self.core.is_alive)
+        super().__init__(self.core.facts, self.engine.tokenizer, self._directory.name, lambda: self.core.is_alive)
 
     def start(self) -> None:
         self.core.start()
@@ -36,7 +35,7 @@ class LocalEngine(EngineClient):
 
     def another(self) -> EngineClient:
         """A second client, for another event loop."""
-        return EngineClient(facts_of(self.core), self.tokenizer, self._directory.name, lambda: self.core.is_alive)
+        return EngineClient(self.core.facts, self.tokenizer, self._directory.name, lambda: self.core.is_alive)
 
     async def ask(self, begin: Callable[[Future[Any]], None], seconds: float | None = None) -> Any:
         """What ``begin``, called on the engine's thread between two steps, settles a future with."""

@@ -1,4 +1,4 @@
-"""``shadowkv bench serve``: measures a running server from end to end, as ``vllm bench serve`` does."""
+"""``shadowkv bench``: measures a running server from end to end, or what serves clients without an engine."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from shadowkv.bench import serve
+from shadowkv.bench import frontend, serve
 from shadowkv.command_line import Parser
+
+BENCHES = {
+    "serve": (serve, "throughput and latencies of a running server"),
+    "frontend": (frontend, "tokens a second of the HTTP process alone, against a mock engine"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a benchmark; returns the exit code."""
     parser = Parser(prog="shadowkv bench", description=__doc__)
     benches = parser.add_subparsers(required=True, metavar="BENCH", parser_class=Parser)
-    added = benches.add_parser(
-        "serve",
-        help="throughput and latencies of a running server",
-        description=serve.__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    serve.add_arguments(added)
-    return serve.run(parser.parse_args(argv))
+    for name, (bench, text) in BENCHES.items():
+        added = benches.add_parser(
+            name, help=text, description=bench.__doc__, formatter_class=RawDescriptionHelpFormatter
+        )
+        bench.add_arguments(added)
+        added.set_defaults(run=bench.run)
+    args = parser.parse_args(argv)
+    code: int = args.run(args)
+    return code
 
 
 if __name__ == "__main__":

@@ -50,8 +50,11 @@ class CompletionClient:
         ).encode()
         self._idle: list[_Connection] = []
 
-    async def stream(self, body: bytes, record: Record) -> None:
-        """Sends a streaming completion's JSON, and fills ``record`` until the answer has ended.
+    async def stream(
+        self, body: bytes, record: Record, see: Callable[[dict[str, Any], float], None] = lambda event, when: None
+    ) -> None:
+        """Sends a streaming completion's JSON, and fills ``record`` until the answer has ended; ``see`` is called with
+        each event and when it came.
 
         Sets ``record.sent`` first; connecting counts, as in vLLM's benchmark. Raises Refused for anything but a whole
         answer; ``record`` then has what came before.
@@ -69,6 +72,7 @@ class CompletionClient:
                 record.chunks.append(when)
             if event.get("usage"):
                 record.output_tokens = event["usage"]["completion_tokens"]
+            see(event, when)
 
         try:
             connection = await self._connection()

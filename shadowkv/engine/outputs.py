@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
 
     token_id: int
@@ -19,7 +19,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top: dict[int, float]
 
 
-class RequestTimes(msgspec.Struct, array_like=True):
+class RequestTimes(msgspec.Struct, array_like=True, gc=False):
     """When things happened to a request, in seconds of ``time.monotonic``; None until then."""
 
     arrival: float
@@ -66,7 +66,7 @@ class TokenSelections:
     groups: list[LayerGroup]
 
 
-class TokenOutput(msgspec.Struct, array_like=True):
+class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step added to a request.
 
     Attributes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
@@ -15,14 +17,19 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import run_until_stopped
 from shadowkv.serve.start import add_arguments, bind, check_arguments, start_engine, with_surroundings
 
+if TYPE_CHECKING:
+    from shadowkv.engine.process.launch import EngineProcess
+
 SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2
 """Batch requests in flight per running sequence: the next ones wait in the engine, already tokenised."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what the command line requests; returns the exit code."""
-    return run_until_stopped(_run, parse(argv))
+def main(
+    argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] = start_engine
+) -> int:
+    """Runs what the command line requests, with the engine that ``start`` starts; returns the exit code."""
+    return run_until_stopped(partial(_run, start), parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
@@ -57,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
             else:
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bind(args.host, args.port))
-            process = start_engine(config, args.compare)
+            process = start(config, args.compare)
             stack.callback(process.stop, SHUTDOWN_SECONDS)
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)

@@ -57,12 +57,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_engine(config: EngineConfig, compare: str | None) -> EngineProcess:
+def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
     """The process of an engine and, if there is a policy to compare it with, of one with that policy on the same
     weights, for two sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank
-    cannot start."""
+    cannot start. ``module`` as for ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help needs no PyTorch, which takes seconds.
     from shadowkv.engine.process.launch import EngineProcess
 
-    return EngineProcess(config, compare)
+    return EngineProcess(config, compare, **module)

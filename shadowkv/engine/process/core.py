@@ -21,6 +21,7 @@ import zmq
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import RequestTimes, TokenOutput
 from shadowkv.engine.process import messages
+from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
 from shadowkv.engine.warmup import warm_up
@@ -101,6 +102,20 @@ class EngineCore:
     def is_alive(self) -> bool:
         """Whether the engine steps."""
         return self._stepper.is_alive()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What its clients need to know."""
+        engine = self.engine
+        return EngineFacts(
+            self.name,
+            engine.notes,
+            engine.model_name,
+            engine.requests.limits,
+            engine.requests.stop_ids,
+            engine.sampling_defaults,
+            engine.config,
+        )
 
     # -- the thread that takes in messages ------------------------------------------------------------------------
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.request import RequestLimits
-
-if TYPE_CHECKING:
-    from shadowkv.engine.process.core import EngineCore
 
 
 @dataclass(frozen=True)
@@ -55,17 +52,3 @@ class NotStarted:
 
     kind: str
     message: str
-
-
-def facts_of(core: EngineCore) -> EngineFacts:
-    """What its clients need to know."""
-    engine = core.engine
-    return EngineFacts(
-        core.name,
-        engine.notes,
-        engine.model_name,
-        engine.requests.limits,
-        engine.requests.stop_ids,
-        engine.sampling_defaults,
-        engine.config,
-    )

@@ -27,6 +27,7 @@ class EngineProcess:
 
     Args:
         compare: policy of a second cache over the same weights, for comparisons.
+        module: what runs there: its command line has the socket to this process.
 
     Attributes:
         clients: of its engines, the served one first.
@@ -34,12 +35,14 @@ class EngineProcess:
     Raises what loading the model raises, as ValueError, MemoryError or OSError; ChildProcessError where it just ends.
     """
 
-    def __init__(self, config: EngineConfig, compare: str | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, compare: str | None = None, module: str = "shadowkv.engine.process.main"
+    ) -> None:
         # Only this user may enter it. It is removed when this process ends, or by the engine's, which outlives it.
         self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "shadowkv.engine.process.main", str(theirs.fileno())]
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
             # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
             self._process = subprocess.Popen(
                 command,

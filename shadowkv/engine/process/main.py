@@ -12,17 +12,18 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import zmq
 
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.core import EngineCore
-from shadowkv.engine.process.facts import Launch, NotStarted, facts_of
+from shadowkv.engine.process.facts import EngineFacts, Launch, NotStarted
 from shadowkv.engine.request import EngineDead
 from shadowkv.log_format import set_up_log
 from shadowkv.wording import SettingsError
@@ -39,6 +40,21 @@ OWN_CACHE = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "kv_dense_below"
     ("kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
 )
 """Settings that apply to the served policy's cache and not to one that it is compared with."""
+
+
+class Core(Protocol):
+    """A running engine."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What its clients need to know."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it steps."""
+
+    def shutdown(self) -> None:
+        """Ends it after the current step."""
 
 
 def load_cores(launch: Launch) -> list[EngineCore]:
@@ -69,8 +85,9 @@ def _started(core: EngineCore) -> EngineCore:
     return core
 
 
-def main(descriptor: int) -> int:
-    """Runs until the other end says so or is gone, or until an engine has ended; returns the exit code."""
+def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores) -> int:
+    """Runs what ``load`` has started until the other end says so or is gone, or until an engine has ended; returns the
+    exit code. ``load`` raises what ``load_cores`` does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to a whole service: the process that started this one sees to it
     set_up_log()
@@ -81,14 +98,16 @@ def main(descriptor: int) -> int:
         return 1
     parent = _Parent(control, launch.folder)
     try:
-        return _serve(control, launch, parent)
+        return _serve(control, launch, parent, load)
     finally:
         parent.remove_folder()
 
 
-def _serve(control: Connection, launch: Launch, parent: _Parent) -> int:
+def _serve(
+    control: Connection, launch: Launch, parent: _Parent, load: Callable[[Launch], Sequence[Core]]
+) -> int:
     try:
-        cores = load_cores(launch)
+        cores = load(launch)
     except (ValueError, MemoryError, OSError, EngineDead) as error:
         kinds = (ValueError, MemoryError, OSError)
         kind = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "OSError")
@@ -97,7 +116,7 @@ def _serve(control: Connection, launch: Launch, parent: _Parent) -> int:
         return 1
     gc.freeze()  # what is there now stays: collections need not look at it, which takes them as long as many steps
     with suppress(OSError):
-        control.send([facts_of(core) for core in cores])
+        control.send([core.facts for core in cores])
     while not parent.done.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
         pass
     well = all(core.is_alive for core in cores)

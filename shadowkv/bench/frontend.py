@@ -1,0 +1,327 @@
+"""Measures what serves clients without an engine: the HTTP process, between a client and a mock engine.
+
+The server is the real one, with its protocols and its wire to the engine's process; the engine's tokens come from
+nowhere at a set rate, one for each stream and step. Client and engine share a core and the HTTP process has another,
+where there are two. Without ``--rate`` two things are measured: the highest rate at which nearly every token has an
+event of its own, and what is delivered where far more is offered, so that waiting tokens share an event.
+
+    shadowkv bench frontend --out frontend.json
+    shadowkv bench frontend --streams 256 --rate 5000 --api chat
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from shadowkv.bench.client import CompletionClient, Refused
+from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
+from shadowkv.bench.mock_engine import ALPHABET, DIGITS, seconds_since
+from shadowkv.bench.serving_stats import Record
+from shadowkv.eval.provenance import command, commit
+from shadowkv.eval.records.predictions import write_json
+
+PATHS = {"completions": "completions", "chat": "chat/completions"}
+
+ONE_EACH = 1.05
+"""Tokens per event up to which nearly every one has an event of its own."""
+
+FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
+"""Tokens a second of the search's first run and of its last, and of the run with more than events can be made for."""
+
+TRIES = 2
+
+START_SECONDS, STOP_SECONDS = 120.0, 10.0
+
+SHOWN = (
+    ("offered", "Offered (tokens/s)", ".0f"),
+    ("delivered", "Delivered (tokens/s)", ".0f"),
+    ("events", "Events (1/s)", ".0f"),
+    ("tokens_per_event", "Tokens per event", ".2f"),
+    ("server_cpu", "Processor share of the HTTP process", ".2f"),
+    ("us_per_event", "Its processor time per event (µs)", ".1f"),
+    ("us_per_token", "Its processor time per token (µs)", ".2f"),
+    ("median_delay_ms", "Median time from token to client (ms)", ".2f"),
+    ("p99_delay_ms", "P99 time from token to client (ms)", ".2f"),
+    ("median_ttft_ms", "Median TTFT (ms)", ".2f"),
+    ("p99_ttft_ms", "P99 TTFT (ms)", ".2f"),
+)
+
+
+@dataclass
+class Window:
+    """What came while every stream had begun and none had ended.
+
+    Args:
+        streams: how many there are.
+        server: whose processor time is read at both ends.
+    """
+
+    streams: int
+    server: psutil.Process
+    begin: float = 0.0
+    end: float = 0.0
+    tokens: int = 0
+    events: int = 0
+    cpu: float = 0.0
+    delays: list[float] = field(default_factory=list)
+    _begun: int = 0
+
+    def begin_stream(self) -> None:
+        """A stream has its first token."""
+        self._begun += 1
+        if self._begun == self.streams:
+            self.begin, self.cpu = time.perf_counter(), _cpu(self.server)
+
+    def end_stream(self) -> None:
+        """A stream has its last token."""
+        if not self.end:
+            self.end, self.cpu = time.perf_counter(), _cpu(self.server) - self.cpu
+
+    def take(self, tokens: int, delays: list[float]) -> None:
+        """An event has come."""
+        if self.begin and not self.end:
+            self.tokens += tokens
+            self.events += 1
+            self.delays += delays
+
+
+class Stream:
+    """Reads the events of one answer: each character is a token, ``DIGITS`` of them say when the first was made."""
+
+    def __init__(self, window: Window, first: bool, last: bool) -> None:
+        self._window, self._first, self._last = window, first, last
+        self._partial, self._came = "", 0.0
+
+    def take(self, event: dict[str, Any], when: float) -> None:
+        """Reads an event that came at ``when``."""
+        for choice in event["choices"]:
+            text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            if choice["finish_reason"] is not None and self._last:
+                self._window.end_stream()
+            if text:
+                if self._first:
+                    self._first = False
+                    self._window.begin_stream()
+                self._window.take(len(text), self._delays(text, when))
+
+    def _delays(self, text: str, when: float) -> list[float]:
+        delays = []
+        while text:
+            if not self._partial:
+                self._came = when
+            missing = DIGITS - len(self._partial)
+            self._partial, text = self._partial + text[:missing], text[missing:]
+            if len(self._partial) == DIGITS:
+                delays.append(seconds_since(self._partial, self._came))
+                self._partial = ""
+        return delays
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def body(args: argparse.Namespace, stream: int, tokens: int, steps: int) -> bytes:
+    """JSON of a request whose answer has ``tokens`` tokens, at ``steps`` a second."""
+    text = {"messages": [{"role": "user", "content": "x" * args.input_len}]}
+    # The first ones differ, as nothing is to be found in a cache on the way.
+    ids = {"prompt": [65 + stream % 26, 65 + stream // 26 % 26, *[97] * (args.input_len - 2)]}
+    about = {"max_tokens": tokens, "ignore_eos": True, "seed": steps, "stream": True, "temperature": 0.0}
+    usage = {"stream_options": {"include_usage": True}}
+    return json.dumps({**(text if args.api == "chat" else ids), **about, **usage}, separators=(",", ":")).encode()
+
+
+async def run_once(client: CompletionClient, args: argparse.Namespace, rate: float, server: int) -> dict[str, Any]:
+    """Figures of ``--streams`` streams at ``rate`` tokens a second in all; ``server`` is the HTTP process's id."""
+    steps = max(1, round(rate / args.streams))
+    each = max(DIGITS, round(steps * args.seconds))
+    tokens = min(each, args.tokens or each)
+    answers, window = -(-each // tokens), Window(args.streams, psutil.Process(server))
+    records: list[Record] = []
+
+    async def ask(stream: int) -> None:
+        for answer in range(answers):
+            record = Record(0.0, args.input_len)
+            records.append(record)
+            reader = Stream(window, answer == 0, answer == answers - 1)
+            await client.stream(bodies[stream], record, reader.take)
+
+    bodies = [body(args, stream, tokens, steps) for stream in range(args.streams)]
+    gc.collect()
+    gc.freeze()
+    await asyncio.gather(*map(ask, range(args.streams)))
+    gc.unfreeze()
+    seconds = window.end - window.begin
+    if not window.begin or seconds <= 0 or not window.delays:
+        raise Refused("the first stream ended before the last one began: --seconds must be more")
+    if sum(record.output_tokens for record in records) != args.streams * answers * tokens:
+        raise Refused("tokens are missing")
+    first = np.asarray([record.chunks[0] - record.sent for record in records])
+    return {
+        "rate": rate,
+        "answers": len(records),
+        "seconds": seconds,
+        "offered": steps * args.streams,
+        "delivered": window.tokens / seconds,
+        "events": window.events / seconds,
+        "tokens_per_event": window.tokens / window.events,
+        "server_cpu": window.cpu / seconds,
+        "us_per_event": 1e6 * window.cpu / window.events,
+        "us_per_token": 1e6 * window.cpu / window.tokens,
+        **_spread("delay", np.asarray(window.delays)),
+        **_spread("ttft", first),
+    }
+
+
+def _spread(name: str, seconds: np.ndarray) -> dict[str, float]:
+    median, high = 1e3 * np.percentile(seconds, (50, 99))
+    return {f"median_{name}_ms": float(median), f"p99_{name}_ms": float(high)}
+
+
+@contextmanager
+def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """The HTTP process with a mock engine: its API's URL and its process id. Raises Refused where it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = ["--model", args.model, "--load-format", args.load_format, "--port", str(port)]
+    limits = ["--max-queued-seqs", str(2 * args.streams), "--disable-uvicorn-access-log"]
+    process = Popen([sys.executable, "-m", "shadowkv.bench.mock_server", *given, *limits], stdout=DEVNULL)
+    try:
+        url, end = f"http://127.0.0.1:{port}/v1", time.monotonic() + START_SECONDS
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > end:
+                raise Refused("the server has not started")
+            time.sleep(0.1)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/models", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def pin(http: int) -> list[int]:
+    """Gives the HTTP process one core, and its engine and this process another, where there are two; returns them."""
+    if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        return []
+    process = psutil.Process(http)
+    for pinned, core in ((process, cores[0]), (psutil.Process(), cores[1]), *((c, cores[1]) for c in process.children())):
+        for thread in pinned.threads():
+            os.sched_setaffinity(thread.id, {core})
+    return cores[:2]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What goes into the file; raises Refused where nothing could be measured."""
+    with server(args) as (url, http):
+        cores = pin(http)
+
+        def once(rate: float) -> dict[str, Any]:
+            async def run() -> dict[str, Any]:
+                client = CompletionClient(url, path=PATHS[args.api])
+                try:
+                    return await run_once(client, args, rate, http)
+                finally:
+                    client.close()
+
+            measured = asyncio.run(run())
+            print(
+                f"{rate:g} tokens/s: {measured['delivered']:.0f} delivered, {measured['tokens_per_event']:.3f} an event",
+                file=sys.stderr,
+                flush=True,
+            )
+            return measured
+
+        once(FIRST_RATE)  # warm
+        runs = {"at_rate": once(args.rate)} if args.rate else {"paced": search(once), "overload": once(OVERLOAD_RATE)}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command(),
+        "commit": commit(),
+        "cores": cores,
+        **{name: getattr(args, name) for name in ("model", "api", "streams", "input_len", "tokens", "seconds")},
+        **runs,
+    }
+
+
+def search(once: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+    """The run at the highest rate at which nearly every token has an event of its own; raises Refused if none has.
+
+    A rate is tried twice before it is too high: something else may have had the core for a moment.
+    """
+    runs: dict[float, dict[str, Any]] = {}
+    shares: dict[float, float] = {}
+    while (rate := next_rate(shares, FIRST_RATE, HIGHEST_RATE)) is not None:
+        for _ in range(TRIES):
+            runs[rate] = once(rate)
+            if runs[rate]["tokens_per_event"] <= ONE_EACH:
+                break
+        shares[rate] = GOOD_SHARE * (runs[rate]["tokens_per_event"] <= ONE_EACH)
+    best = highest_rate(shares)
+    if best is None:
+        raise Refused("tokens share events at every rate")
+    return runs[best]
+
+
+def report(result: dict[str, Any]) -> str:
+    """The table that people read."""
+    runs = {name: result[name] for name in ("at_rate", "paced", "overload") if name in result}
+    lines = [f"{'':36}" + "".join(f"{name:>12}" for name in runs)]
+    lines += [f"{text:36}" + "".join(f"{run[name]:>12{form}}" for run in runs.values()) for name, text, form in SHOWN]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag."""
+    add = parser.add_argument
+    add("--streams", type=int, default=256, help="answers in flight (default: %(default)s)")
+    add("--rate", type=float, help="tokens a second in all (default: the two standard runs)")
+    add("--tokens", type=int, help="of an answer, after which its stream asks again (default: one answer a run)")
+    add("--seconds", type=float, default=5.0, help="that a run offers tokens for (default: %(default)s)")
+    add("--input-len", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
+    add("--api", choices=PATHS, default="completions", help="(default: %(default)s)")
+    add("--model", default="llama-3.1-8b", help="whose tokenizer is used (default: %(default)s)")
+    add("--load-format", default="dummy", help="dummy: bytes as tokens (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures; returns the exit status."""
+    try:
+        result = measure(args)
+    except (OSError, Refused, KeyboardInterrupt) as error:
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        return 2
+    print(report(result))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, result)
+    return 0

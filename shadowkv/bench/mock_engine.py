@@ -1,0 +1,199 @@
+"""The process of an engine without a model: its tokens come from nowhere, at a set pace, over an engine's real wire.
+
+A step adds a token to every request in flight. How many steps there are a second the newest request's ``seed`` says,
+so that a server that has started can be measured at several rates. An answer's text is a clock: ``DIGITS`` characters
+at a time say when the first of them was made, in ticks of ``time.monotonic`` modulo ``WRAP``, so that a client on the
+same machine can tell how long a token has been on its way.
+
+``python -m shadowkv.bench.mock_engine FD``, as ``shadowkv.engine.process.main``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from shadowkv.engine.engine import EngineStats
+from shadowkv.engine.outputs import RequestTimes, TokenOutput
+from shadowkv.engine.process import messages
+from shadowkv.engine.process.facts import EngineFacts, Launch
+from shadowkv.engine.process.main import main
+from shadowkv.engine.request import RequestLimits
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.models.loader import load_tokenizer
+
+STEPS = 50
+"""A second, where a request does not say."""
+
+MAX_MODEL_LEN = 2**17
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
+DIGITS = 4
+TICKS = 1e5
+"""A second."""
+
+WRAP = len(ALPHABET) ** DIGITS
+
+POLL_MS = 50
+"""How long it may take until an idle engine notices that it is to stop."""
+
+
+def clock_digits(seconds: float) -> list[int]:
+    """Indices in ``ALPHABET``, the highest first."""
+    ticks = int(seconds * TICKS)
+    return [ticks // len(ALPHABET) ** (DIGITS - 1 - place) % len(ALPHABET) for place in range(DIGITS)]
+
+
+def seconds_since(digits: str, now: float) -> float:
+    """Between the time that ``DIGITS`` characters say and ``now``, of ``time.monotonic``; less than three minutes."""
+    ticks = 0
+    for character in digits:
+        ticks = ticks * len(ALPHABET) + ALPHABET.index(character)
+    return (int(now * TICKS) - ticks) % WRAP / TICKS
+
+
+@dataclass
+class _Stream:
+    """A request in flight: its output so far, which is changed in place, and the step that its first token is of."""
+
+    output: TokenOutput
+    max_tokens: int
+    first_step: int
+
+
+class MockEngine:
+    """Serves whoever connects to its socket, on a thread of its own.
+
+    Attributes:
+        facts: about it, as of a real one.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        config = launch.config
+        tokenizer = load_tokenizer(
+            config.model,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            hf_overrides=config.overrides,
+        )
+        ids = [tokenizer.backend.token_to_id(character) for character in ALPHABET]
+        if None in ids:
+            raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
+        self._tokens: list[list[int]] = [[token] for token in ids]
+        limits = RequestLimits(
+            tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens
+        )
+        notes = [f"a mock engine: tokens from nowhere, with the tokenizer of {config.model}"]
+        self.facts = EngineFacts("mock", notes, "mock", limits, frozenset(), {}, config)
+        self._limits, self._steps, self._number = limits, float(STEPS), 0
+        self._made = [time.monotonic()] * DIGITS
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._router = context.socket(zmq.ROUTER)
+        self._router.bind(messages.socket_address(launch.folder, self.facts.socket))
+        self._clients: dict[bytes, zmq.Socket[bytes]] = {}
+        self._streams: defaultdict[bytes, dict[str, _Stream]] = defaultdict(dict)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shadowkv-mock-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it steps."""
+        return self._thread.is_alive()
+
+    def shutdown(self) -> None:
+        """Ends it after the current step."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._stopping.is_set():
+            if not any(self._streams.values()):
+                self._router.poll(POLL_MS)
+                due = time.monotonic()
+            elif (wait := due - time.monotonic()) > 0:
+                time.sleep(wait)
+            self._receive()
+            if any(self._streams.values()):
+                self._step()
+                due += 1 / self._steps
+        for socket in self._clients.values():
+            socket.send(messages.encode(messages.Ended()))
+        for socket in (self._router, *self._clients.values()):
+            socket.close(linger=0)
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        self._number += 1
+        self._made[self._number % DIGITS] = now
+        # By how many of a stream's tokens came since the one that says when it was made.
+        tokens = [
+            self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
+        ]
+        for client, streams in self._streams.items():
+            ended = []
+            for name, stream in streams.items():
+                output, count = stream.output, self._number - stream.first_step
+                output.token_ids, output.completion_tokens = tokens[count % DIGITS], count + 1
+                output.times.last_token = now
+                if count == 0:
+                    output.times.first_token = now
+                if count + 1 == stream.max_tokens:
+                    output.finish_reason = "length"
+                    ended.append(name)
+            self._clients[client].send(messages.encode(messages.Step([stream.output for stream in streams.values()])))
+            for name in ended:
+                del streams[name]
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                client, message = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(client, messages.decode_command(message))
+
+    def _take(self, client: bytes, command: messages.Command) -> None:
+        answer: messages.Event | None = None
+        if isinstance(command, messages.Add):
+            self._add(client, command)
+        elif isinstance(command, messages.Abort | messages.Stop):
+            self._streams[client].pop(command.request_id, None)
+        elif isinstance(command, messages.Greeting):
+            self._clients[client] = zmq.Context.instance().socket(zmq.PUSH)
+            self._clients[client].set(zmq.SNDHWM, 0)
+            self._clients[client].connect(command.address)
+        elif isinstance(command, messages.Statistics):
+            running = sum(map(len, self._streams.values()))
+            answer = messages.reply(command.number, EngineStats(running, 0, {}, FetchCounts(), {}))
+        elif isinstance(command, messages.Compile):
+            answer = messages.reply(command.number, None)
+        elif not isinstance(command, messages.Forget):
+            answer = messages.Failure(command.number, "NotDone", "a mock engine keeps nothing")
+        if answer is not None:
+            self._router.send_multipart([client, messages.encode(answer)])
+
+    def _add(self, client: bytes, add: messages.Add) -> None:
+        if add.params.seed is not None:
+            self._steps = float(max(1, add.params.seed))
+        prompt = len(add.prompt) // 4
+        output: Any = TokenOutput(add.request_id, [], None, prompt, 0, 0, RequestTimes(add.arrival, time.monotonic()))
+        self._streams[client][add.request_id] = _Stream(
+            output, self._limits.max_tokens(prompt, add.params), self._number + 1
+        )
+
+
+def load_mock(launch: Launch) -> list[MockEngine]:
+    """The engine of a process."""
+    return [MockEngine(launch)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), load_mock))
