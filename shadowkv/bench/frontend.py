@@ -233,7 +233,11 @@ def pin(http: int) -> list[int]:
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
         return []
     process = psutil.Process(http)
-    for pinned, core in ((process, cores[0]), (psutil.Process(), cores[1]), *((c, cores[1]) for c in process.children())):
+    for pinned, core in (
+        (process, cores[0]),
+        (psutil.Process(), cores[1]),
+        *((c, cores[1]) for c in process.children()),
+    ):
         for thread in pinned.threads():
             os.sched_setaffinity(thread.id, {core})
     return cores[:2]

@@ -86,9 +86,7 @@ class MockEngine:
         if None in ids:
             raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
         self._tokens: list[list[int]] = [[token] for token in ids]
-        limits = RequestLimits(
-            tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens
-        )
+        limits = RequestLimits(tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens)
         notes = [f"a mock engine: tokens from nowhere, with the tokenizer of {config.model}"]
         self.facts = EngineFacts("mock", notes, "mock", limits, frozenset(), {}, config)
         self._limits, self._steps, self._number = limits, float(STEPS), 0

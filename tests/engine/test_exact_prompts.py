@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_mixed_passes import CONFIG, apart, prefilled
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution.cuda_graphs import CudaGraphs
+from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
 
 RUNNING, JOINING = (700, 90, 5), (130, 1, 64, 600, 128)
 
@@ -26,7 +27,7 @@ class Uncaptured(CudaGraphs):
         runner = engine.runner
         self.cache, self._step, self._mixed, self.max_batch = engine.cache, runner.step, runner.mixed_step, most
         self._logits = torch.full((most + 1, engine.model_config.vocab_size), torch.nan, device=engine.device)
-        self.graphs = Everything()
+        self.graphs, self.without, self.eager = Everything(), set(), Counter()
         self.captures, self.passes = 0, 0
 
     def _run(self, key: Any, numbers: np.ndarray, function: Any, rehearsal: Any, at_once: bool = False) -> Any:
@@ -99,7 +100,10 @@ def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
     plan = cache.plan_decode(old)
     long = cache.allocate(2000, 2010)
     graphs.graphs = {}
-    assert graphs.mixed(plan, [1], [-1], long, prompt(3, 100)) is None, "there is no graph"
+    for _ in range(EAGER_STEPS):
+        assert graphs.mixed(plan, [1], [-1], long, prompt(3, 100)) is None, "there is no graph yet"
+    assert graphs.mixed(plan, [1], [-1], long, prompt(3, 100)) is not None, "such passes come again and again"
+    assert graphs.mixed(plan, [1], [-1], long, prompt(3, 2000) + prompt(4, 49)) is None, "longer than any graph"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -117,14 +117,18 @@ class CudaGraphs:
     def mixed(
         self, plan: DecodePlan, tokens: list[int], sources: list[int], sequence: CachedSequence, ids: list[int]
     ) -> Tensor | None:
-        """float32 logits [B + 1, V] of a step with a prompt that stays exact; None where there is no graph for that:
-        it may take as long to capture as several passes without."""
+        """float32 logits [B + 1, V] of a step with a prompt that stays exact; None where there is no graph for that,
+        which is captured only where such passes come again and again."""
         rows = next((rows for rows in PROMPT_ROWS if rows >= len(ids)), None)
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
         if rows is None or batch is None or plan.micro_batches > 1 or plan.of_sequence is not None:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
-        if (rows, *shape.shape) not in self.graphs:
+        key = (rows, *shape.shape)
+        if key in self.without:
+            return None
+        if key not in self.graphs and self.eager[key] < EAGER_STEPS:
+            self.eager[key] += 1
             return None
         self._seal_due(plan)
         return self._run_mixed(shape, rows, tokens, sources, self.cache.exact_numbers(sequence, len(ids)), ids)

@@ -103,9 +103,7 @@ def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores)
         parent.remove_folder()
 
 
-def _serve(
-    control: Connection, launch: Launch, parent: _Parent, load: Callable[[Launch], Sequence[Core]]
-) -> int:
+def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[[Launch], Sequence[Core]]) -> int:
     try:
         cores = load(launch)
     except (ValueError, MemoryError, OSError, EngineDead) as error:
