@@ -152,13 +152,17 @@ def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool)
     waits = []
     for _ in range(times):
         with server(tiny_model) as one, ThreadPoolExecutor(2 * RUNNING) as clients:
+            too_long, _ = one.ask(prompt="word " * 100_000)  # read in another process
+            assert too_long.status_code == 400
             family = one.family()
+            assert len(family) == 3
             lost = [clients.submit(one.ask, True) for _ in range(2 * RUNNING if at_work else 0)]
             if at_work:
                 seconds_until(lambda: one.gauge("num_requests_running") == RUNNING)
             one.http.kill()
             waits.append(seconds_until(lambda: is_gone(one.engine)))
             one.http.wait()
+            waits.append(seconds_until(lambda family=family: all(map(is_gone, family))))
             one.assert_nothing_is_left(family)
             assert all(isinstance(answer.exception(SECONDS), httpx.HTTPError) for answer in lost)
     assert_prompt(waits)
