@@ -159,13 +159,17 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
     records: list[Record] = []
 
     async def ask(stream: int) -> None:
-        for answer in range(answers):
+        for answer, request in enumerate(requests[stream]):
             record = Record(0.0, args.input_len)
             records.append(record)
-            reader = Stream(window, answer == 0, answer == answers - 1)
-            await client.stream(bodies[stream], record, reader.take)
+            reader = Stream(window, answer == 0, answer == len(requests[stream]) - 1)
+            await client.stream(request, record, reader.take)
 
-    bodies = [body(args, stream, tokens, steps) for stream in range(args.streams)]
+    lengths = [[tokens] * answers for _ in range(args.streams)]
+    if answers > 1:  # the first ones are shorter, so that streams do not ask all at once from then on
+        for stream, of_it in enumerate(lengths):
+            of_it[0] = max(1, tokens * (stream + 1) // args.streams)
+    requests = [[body(args, stream, length, steps) for length in of_it] for stream, of_it in enumerate(lengths)]
     gc.collect()
     gc.freeze()
     await asyncio.gather(*map(ask, range(args.streams)))
@@ -173,7 +177,7 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
     seconds = window.end - window.begin
     if not window.begin or seconds <= 0 or not window.delays:
         raise Refused("the first stream ended before the last one began: --seconds must be more")
-    if sum(record.output_tokens for record in records) != args.streams * answers * tokens:
+    if sum(record.output_tokens for record in records) != sum(map(sum, lengths)):
         raise Refused("tokens are missing")
     first = np.asarray([record.chunks[0] - record.sent for record in records])
     return {
