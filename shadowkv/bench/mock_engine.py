@@ -82,13 +82,11 @@ class MockEngine:
             max_model_len=config.max_model_len,
             hf_overrides=config.overrides,
         )
-        ids = [tokenizer.backend.token_to_id(character) for character in ALPHABET]
-        if None in ids:
+        ids = [token for c in ALPHABET if (token := tokenizer.backend.token_to_id(c)) is not None]
+        if len(ids) < len(ALPHABET):
             raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
         self._tokens: list[list[int]] = [[token] for token in ids]
-        limits = RequestLimits(
-            tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens
-        )
+        limits = RequestLimits(tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens)
         notes = [f"a mock engine: tokens from nowhere, with the tokenizer of {config.model}"]
         self.facts = EngineFacts("mock", notes, "mock", limits, frozenset(), {}, config)
         self._limits, self._steps, self._number = limits, float(STEPS), 0

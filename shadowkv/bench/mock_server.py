@@ -1,6 +1,6 @@
 """``shadowkv serve`` with a mock engine: all that is between clients and an engine, and no model.
 
-    python -m shadowkv.bench.mock_server --model llama-3.1-8b --load-format dummy --port 8000
+python -m shadowkv.bench.mock_server --model llama-3.1-8b --load-format dummy --port 8000
 """
 
 from __future__ import annotations
