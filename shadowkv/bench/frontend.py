@@ -16,6 +16,7 @@ import asyncio
 import gc
 import json
 import os
+import platform
 import socket
 import sys
 import time
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
@@ -33,7 +36,7 @@ import psutil
 
 from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
-from shadowkv.bench.mock_engine import ALPHABET, DIGITS, seconds_since
+from shadowkv.bench.mock_engine import DIGITS, seconds_since
 from shadowkv.bench.serving_stats import Record
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
@@ -47,6 +50,8 @@ FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
 """Tokens a second of the search's first run and of its last, and of the run with more than events can be made for."""
 
 TRIES = 2
+
+VERSIONS = ("uvicorn", "uvloop", "h11", "msgspec", "tokenizers", "fastapi")
 
 START_SECONDS, STOP_SECONDS = 120.0, 10.0
 
@@ -140,11 +145,10 @@ def _cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def body(args: argparse.Namespace, stream: int, tokens: int, steps: int) -> bytes:
+def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
     """JSON of a request whose answer has ``tokens`` tokens, at ``steps`` a second."""
     text = {"messages": [{"role": "user", "content": "x" * args.input_len}]}
-    # The first ones differ, as nothing is to be found in a cache on the way.
-    ids = {"prompt": [65 + stream % 26, 65 + stream // 26 % 26, *[97] * (args.input_len - 2)]}
+    ids = {"prompt": [97] * args.input_len}
     about = {"max_tokens": tokens, "ignore_eos": True, "seed": steps, "stream": True, "temperature": 0.0}
     usage = {"stream_options": {"include_usage": True}}
     return json.dumps({**(text if args.api == "chat" else ids), **about, **usage}, separators=(",", ":")).encode()
@@ -159,13 +163,17 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
     records: list[Record] = []
 
     async def ask(stream: int) -> None:
-        for answer in range(answers):
+        for answer, request in enumerate(requests[stream]):
             record = Record(0.0, args.input_len)
             records.append(record)
-            reader = Stream(window, answer == 0, answer == answers - 1)
-            await client.stream(bodies[stream], record, reader.take)
+            reader = Stream(window, answer == 0, answer == len(requests[stream]) - 1)
+            await client.stream(request, record, reader.take)
 
-    bodies = [body(args, stream, tokens, steps) for stream in range(args.streams)]
+    lengths = [[tokens] * answers for _ in range(args.streams)]
+    if answers > 1:  # the first ones are shorter, so that streams do not ask all at once from then on
+        for stream, of_it in enumerate(lengths):
+            of_it[0] = max(1, tokens * (stream + 1) // args.streams)
+    requests = [[body(args, length, steps) for length in of_it] for of_it in lengths]
     gc.collect()
     gc.freeze()
     await asyncio.gather(*map(ask, range(args.streams)))
@@ -173,7 +181,7 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
     seconds = window.end - window.begin
     if not window.begin or seconds <= 0 or not window.delays:
         raise Refused("the first stream ended before the last one began: --seconds must be more")
-    if sum(record.output_tokens for record in records) != args.streams * answers * tokens:
+    if sum(record.output_tokens for record in records) != sum(map(sum, lengths)):
         raise Refused("tokens are missing")
     first = np.asarray([record.chunks[0] - record.sent for record in records])
     return {
@@ -228,25 +236,30 @@ def _answers(url: str) -> bool:
         return False
 
 
-def pin(http: int) -> list[int]:
-    """Gives the HTTP process one core, and its engine and this process another, where there are two; returns them."""
+@contextmanager
+def pinned(http: int) -> Iterator[list[int]]:
+    """A block in which the HTTP process has one core, and its engine and this process have another, where there are
+    two; these."""
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
-        return []
-    process = psutil.Process(http)
-    for pinned, core in (
-        (process, cores[0]),
-        (psutil.Process(), cores[1]),
-        *((c, cores[1]) for c in process.children()),
-    ):
-        for thread in pinned.threads():
+        yield []
+        return
+    server, own = psutil.Process(http), psutil.Process()
+    for process, core in ((server, cores[0]), (own, cores[1]), *((engine, cores[1]) for engine in server.children())):
+        for thread in process.threads():
             os.sched_setaffinity(thread.id, {core})
-    return cores[:2]
+    try:
+        yield cores[:2]
+    finally:
+        for thread in own.threads():
+            os.sched_setaffinity(thread.id, cores)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What goes into the file; raises Refused where nothing could be measured."""
-    with server(args) as (url, http):
-        cores = pin(http)
+    """What goes into the file; raises Refused where nothing could be measured, ValueError for flags that are wrong."""
+    for name in ("streams", "rate", "tokens", "seconds", "input_len"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+    with server(args) as (url, http), pinned(http) as cores:
 
         def once(rate: float) -> dict[str, Any]:
             async def run() -> dict[str, Any]:
@@ -258,7 +271,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
             measured = asyncio.run(run())
             print(
-                f"{rate:g} tokens/s: {measured['delivered']:.0f} delivered, {measured['tokens_per_event']:.3f} an event",
+                f"{rate:g} tokens/s: {measured['delivered']:.0f} came, {measured['tokens_per_event']:.3f} an event",
                 file=sys.stderr,
                 flush=True,
             )
@@ -270,6 +283,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command(),
         "commit": commit(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in VERSIONS if find_spec(name)},
         "cores": cores,
         **{name: getattr(args, name) for name in ("model", "api", "streams", "input_len", "tokens", "seconds")},
         **runs,
@@ -321,7 +336,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures; returns the exit status."""
     try:
         result = measure(args)
-    except (OSError, Refused, KeyboardInterrupt) as error:
+    except (OSError, ValueError, Refused, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         return 2
     print(report(result))

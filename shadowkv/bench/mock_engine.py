@@ -82,8 +82,8 @@ class MockEngine:
             max_model_len=config.max_model_len,
             hf_overrides=config.overrides,
         )
-        ids = [tokenizer.backend.token_to_id(character) for character in ALPHABET]
-        if None in ids:
+        ids = [token for c in ALPHABET if (token := tokenizer.backend.token_to_id(c)) is not None]
+        if len(ids) < len(ALPHABET):
             raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
         self._tokens: list[list[int]] = [[token] for token in ids]
         limits = RequestLimits(tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens)

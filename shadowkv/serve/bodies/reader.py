@@ -1,4 +1,4 @@
-"""Reads bodies: the shortest at once, others off the event loop, on a thread or, long ones, in separate processes.
+"""Reads bodies off the event loop: short ones on a thread, long ones in separate processes.
 
 ``json.loads`` holds the interpreter's lock from the first byte to the last, a second for 32 MiB: even on a thread it
 would stop everything else.
@@ -25,10 +25,6 @@ from shadowkv.serve.bodies.reader_process import read_frame, write_frame
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
-
-AT_ONCE_BYTES = 2**14
-"""Longest body that is read at once: in less time than another thread takes to get the interpreter's lock from an event
-loop with much to do, which are 5 ms."""
 
 SHORT_BYTES = 2**18
 """Longest body that is read in this process: it holds the interpreter's lock for milliseconds."""
@@ -64,8 +60,6 @@ class BodyReader:
 
     async def read(self, raw: bytes, model: type[B]) -> B:
         """The request in a body; raises ApiError."""
-        if len(raw) <= AT_ONCE_BYTES:
-            return read_body(raw, model)
         if len(raw) <= SHORT_BYTES:
             return await asyncio.to_thread(read_body, raw, model)
         return await self.apart(raw, partial(read_body, model=model))

@@ -61,7 +61,6 @@ class ConnectionConfig(uvicorn.Config):
             app,
             http=Connection,
             ws="none",
-            loop="uvloop",
             backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=self.settings.timeout_keep_alive,
             h11_max_incomplete_event_size=self.settings.h11_max_incomplete_event_size,

@@ -136,6 +136,8 @@ class EventStream(Response):
             try:
                 await asyncio.wait((first,), timeout=PROMPTLY)
                 for _ in range(TURNS):  # on a busy loop, the time may be up before anything has run
+                    if first.done():
+                        break
                     await asyncio.sleep(0)
                 error = first.exception() if first.done() else None
                 if isinstance(error, Exception):

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.client import ClientRequest, EngineClient
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-CHOICE = 256
-"""What making a request for a choice takes, in characters that are tokenised in the same time."""
-
 
 class Endpoint(ABC):
     """One way to ask for text; instances hold only the tokenizer and how to read answers.
@@ -177,7 +174,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
         echo = endpoint.echo(request, prompts)
         return Job(engine, endpoint.tokenizer, name, request, body, model, choices, reasoning, parsers, echo)
 
-    job = await in_turn(sum(sizes) + CHOICE * len(parsers), encode)
+    job = await in_turn(sum(sizes), encode)
     if record is not None:
         record.generation = job
     return job

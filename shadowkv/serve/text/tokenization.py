@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHORT = 2**12
-"""Characters, or token ids, up to which a prompt is tokenised on the event loop: a thread would wait longer for the
-interpreter's lock, 5 ms beside a loop with much to do."""
-
 LONG = 2**16
 """Characters, or token ids, from which on a prompt is long."""
 
@@ -40,10 +36,7 @@ _turns = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
 
 
 async def in_turn(size: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns: at once for a ``size`` up to ``SHORT``, else on a thread; only a few with one above ``LONG``
-    run at a time."""
-    if size <= SHORT:
-        return work()
+    """What ``work`` returns, on a thread; only a few with a ``size`` above ``LONG`` run at a time."""
     if size <= LONG:
         return await asyncio.to_thread(work)
     return await asyncio.get_running_loop().run_in_executor(_turns, work)
