@@ -26,10 +26,10 @@ CONCURRENCY = 2
 
 
 def main(
-    argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] = start_engine
+    argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] | None = None
 ) -> int:
-    """Runs what the command line requests, with the engine that ``start`` starts; returns the exit code."""
-    return run_until_stopped(partial(_run, start), parse(argv))
+    """Runs what the command line requests, with a real engine or what ``start`` starts; returns the exit code."""
+    return run_until_stopped(partial(_run, start or start_engine), parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from test_serve_errors import error_of
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.client import EngineClient
-from shadowkv.engine.process.facts import Launch, facts_of
+from shadowkv.engine.process.facts import Launch
 from shadowkv.engine.process.main import load_cores
 from shadowkv.serve import __main__ as command
 from shadowkv.serve.app import build_app
@@ -116,7 +116,7 @@ def test_policies_that_are_compared_share_their_weights(tiny_model):
         served, other = (core.engine for core in cores)
         assert served.runner.model is other.runner.model and served.cache is not other.cache
         assert (other.config.kv, other.config.kv_budget, other.config.max_num_seqs) == ("full", None, 1)
-        engines = [EngineClient(facts_of(core), core.engine.tokenizer, folder) for core in cores]
+        engines = [EngineClient(core.facts, core.engine.tokenizer, folder) for core in cores]
         for engine in engines:
             stack.callback(engine.disconnect)
         app = build_app(engines[0], "tiny", None, engines[1])
