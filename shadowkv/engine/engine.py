@@ -63,9 +63,9 @@ at 4 to 12 ms they then get 5 to 15 % of the time, and a quarter where prefill g
 prompt that fits is part of one step."""
 
 QUEUED_TOKEN_GAP = 0.25
-"""The same while more prompts are waiting for which sequences are available: each step of the few running ones delays
-them all, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s on an H200 (fp8
-weights), and 76 with 0.08."""
+"""The same while more prompts wait than requests run, and sequences are available for them: each step of the few that
+run delays all that wait, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s on
+an H200 (fp8 weights), and 76 with 0.08."""
 
 PACKED_TOKEN_GAP = 0.03
 """The same for a step with several prompts: they save little by it, a few hundred tokens occupy a GPU's arithmetic as
@@ -304,10 +304,13 @@ class Engine:
         return []
 
     def _advance_prefill(self) -> list[TokenOutput]:
-        seconds = IDLE_PREFILL_SECONDS
+        seconds, prefill = IDLE_PREFILL_SECONDS, self.prefill_queue.at_work[-1]
         if self.scheduler.running:
-            queued = self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
+            more = len(self.scheduler.waiting) > len(self.scheduler.running)
+            queued = more and self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
             seconds = self._prefill_seconds(QUEUED_TOKEN_GAP if queued else TOKEN_GAP)
+            if prefill.owed and self.scheduler.short_tokens_waiting:  # it is their turn again as soon as it has that
+                seconds = min(seconds, prefill.owed)
         try:
             ended = self.prefill_queue.advance(seconds)
         except BaseException as error:

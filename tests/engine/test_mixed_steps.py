@@ -249,11 +249,13 @@ def test_what_ends_everything_is_raised(build: Any, error: BaseException) -> Non
         raise error
 
     finish, engine.cache.finish_prefill = engine.cache.finish_prefill, failing
-    engine.add_request("b", prompt(2, 50), GREEDY)
+    for name in ("b", "c"):
+        engine.add_request(name, prompt(2, 50), GREEDY)
     with pytest.raises(type(error)):
         engine.step()
     engine.cache.finish_prefill = finish
     engine.abort("b")
+    engine.abort("c")
     assert tokens(drain(engine)["a"])
     assert_empty(engine)
 

@@ -296,9 +296,37 @@ def test_gaps_are_longer_only_while_a_prompt_waits_that_could_run(
 
     monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
     engine.add_request("long", LONG, GREEDY)
-    engine.add_request("next", prompt(4, 1500), GREEDY)
+    for number in range(2):
+        engine.add_request(f"next-{number}", prompt(4 + number, 1500), GREEDY)
     engine.step()
-    engine.abort("next")
-    engine.step()
+    for number in range(2):  # one that waits is no more than one that runs
+        engine.abort(f"next-{number}")
+        engine.step()
     assert names(engine) == [["long"]]
-    assert [seconds > 150 for seconds in given] == [queued, False]
+    assert [seconds > 150 for seconds in given] == [queued, False, False]
+
+
+def test_while_short_ones_wait_the_long_one_has_what_it_is_owed_at_a_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowkv.engine.engine.TOKEN_GAP", 100.0)
+    engine: Engine = make(kv="full", max_num_seqs=4)
+    engine.add_request("first", SHORT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+    while not engine.scheduler.running:
+        engine.step()
+    given, advance = [], engine.prefill_queue.advance
+
+    def a_piece(seconds: float) -> Any:
+        given.append(seconds)
+        return advance(0.0)
+
+    monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
+    engine.add_request("long", LONG, GREEDY)
+    engine.step()
+    (at_work,) = engine.prefill_queue.at_work
+    at_work.owed = 0.001
+    engine.step()
+    at_work.owed = 0.001
+    engine.add_request("short", SHORT, GREEDY)
+    engine.step()
+    assert given[0] > 0.01 and given[1] > 0.01 and given[2] == 0.001

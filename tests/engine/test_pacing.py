@@ -93,6 +93,9 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
         def has(self, plan: DecodePlan) -> bool:
             return True
 
+        def mixed(self, *step: Any) -> None:
+            return None
+
         def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> torch.Tensor:
             if len(tokens) == 2 and not self.captures:
                 self.captures += 1
