@@ -24,9 +24,9 @@ from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.mixed_batch import ExactPrompt, MixedBatch
+from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.prefill.batch import ExactPrompt, PrefillBatch, PrefillBlock
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout

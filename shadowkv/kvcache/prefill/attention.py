@@ -15,9 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.mixed_batch import ExactPrompt
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import NewTokens, PrefillBatch, PrefillBlock, Run
+from shadowkv.kvcache.prefill.batch import ExactPrompt, NewTokens, PrefillBatch, PrefillBlock, Run
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.group_layout import neighbours

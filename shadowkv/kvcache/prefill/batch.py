@@ -284,3 +284,25 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
             together.append(plan.exact)
     if together:
         yield joined()
+
+
+@dataclass
+class ExactPrompt:
+    """The tokens of a new sequence that all stay exact, in T rows, more than it has tokens where a graph is padded.
+
+    Everything about it is on the device (``KVCache.exact_prompt``), so that a pass can be captured once for many
+    prompts: shapes are those of T alone.
+
+    Attributes:
+        positions: int64 [T].
+        write_page, write_offset: int64 [T], names of exact pages, and rows there; those of padding are nobody's.
+        keys, values: [T, H, d] before RoPE, of the layer at work.
+        further: the same tokens in further groups of layers, where this is the first.
+    """
+
+    positions: Tensor
+    write_page: Tensor
+    write_offset: Tensor
+    further: tuple[ExactPrompt, ...] = ()
+    keys: Tensor | None = None
+    values: Tensor | None = None
