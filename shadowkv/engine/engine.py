@@ -64,8 +64,8 @@ prompt that fits is part of one step."""
 
 QUEUED_TOKEN_GAP = 0.25
 """The same while more prompts wait than requests run, and sequences are available for them: each step of the few that
-run delays all that wait, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s on
-an H200 (fp8 weights), and 76 with 0.08."""
+run delays all that wait, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s
+on an H200 (fp8 weights), and 76 with 0.08."""
 
 PACKED_TOKEN_GAP = 0.03
 """The same for a step with several prompts: they save little by it, a few hundred tokens occupy a GPU's arithmetic as
