@@ -7,6 +7,7 @@ so or is gone.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -41,8 +42,8 @@ def main(descriptor: int, listening: int) -> int:
         launch: WorkerLaunch = control.recv()
     except (OSError, EOFError):
         return 1
-    clients = [EngineClient.of_process(facts, launch.folder) for facts in launch.facts]
-    counts = Counts(len(launch.settings.api_key), counts_file(launch.folder), launch.row)
+    clients = [EngineClient.of_process(facts, launch.sockets) for facts in launch.facts]
+    counts = Counts(len(launch.settings.api_key), counts_file(launch.shared), launch.row)
     app = ready_app(clients, launch.served_name, launch.settings, counts)
 
     async def stop() -> None:
@@ -55,12 +56,14 @@ def main(descriptor: int, listening: int) -> int:
             control.send([client.name for client in clients])
 
     server = _WorkerServer(app, [stop], ready, lambda: None)
-    threading.Thread(target=_watch, args=(control, server, clients), name="shadowkv-first-process", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(control, server, clients, launch.shared), name="shadowkv-first-process", daemon=True
+    ).start()
     server.run(sockets=[listener])
     return 0
 
 
-def _watch(control: Connection, server: Server, clients: Sequence[EngineClient]) -> None:
+def _watch(control: Connection, server: Server, clients: Sequence[EngineClient], shared: str) -> None:
     with suppress(OSError, EOFError):
         while True:
             text = control.recv()
@@ -69,7 +72,8 @@ def _watch(control: Connection, server: Server, clients: Sequence[EngineClient])
             else:
                 for client in clients:
                     client.has_ended(text)
-    os._exit(1)  # the first process is gone
+    shutil.rmtree(shared, ignore_errors=True)  # the first process is gone
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -37,20 +38,22 @@ class WorkerLaunch:
     """What a process is to serve.
 
     Attributes:
-        folder: of the engines' sockets, and of what the processes share.
+        sockets: folder of the engines' sockets.
+        shared: folder of what processes for HTTP count together; removed by the first, or after it by the others.
         row: its own in their ``Counts``.
     """
 
     facts: list[EngineFacts]
-    folder: str
+    sockets: str
+    shared: str
     served_name: str
     settings: ServerSettings
     row: int
 
 
-def counts_file(folder: str) -> Path:
-    """What processes count together is in it."""
-    return Path(folder) / "counts"
+def counts_file(shared: str) -> Path:
+    """The file of ``Counts`` in a folder."""
+    return Path(shared) / "counts"
 
 
 @dataclass
@@ -86,16 +89,21 @@ class Workers:
         self._process, self._seconds = process, settings.shutdown_timeout + END_SECONDS
         self._workers: list[_Worker] = []
         self._draining_since: float | None = None
-        file = counts_file(process.folder)
-        Counts.create(file, len(settings.api_key), count)
-        self.counts = Counts(len(settings.api_key), file)
-        if count > 1:
-            metrics = Path(process.folder) / "metrics"
-            metrics.mkdir()
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+        self._exit = ExitStack()
+        keys = len(settings.api_key)
+        if count == 1:
+            self.counts = Counts(keys)
+            return
+        # Beside the engine's, which is gone where the engine has died and the rest goes on.
+        folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
+        Counts.create(counts_file(folder), keys, count)
+        self.counts = Counts(keys, counts_file(folder))
+        metrics = Path(folder) / "metrics"
+        metrics.mkdir()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         try:
             for row in range(1, count):
-                self._start(WorkerLaunch(process.facts, process.folder, served_name, settings, row), listener)
+                self._start(WorkerLaunch(process.facts, process.folder, folder, served_name, settings, row), listener)
             for worker in self._workers:
                 self._wait_until_ready(worker)
         except BaseException:  # Ctrl-C, for example
@@ -168,6 +176,7 @@ class Workers:
             worker.process.kill()
             worker.process.wait()
             worker.control.close()
+        self._exit.close()
 
 
 def _not_started(worker: _Worker) -> ChildProcessError:

@@ -90,7 +90,7 @@ def server(model: Path, *flags: str) -> Iterator[Server]:
                 children = psutil.Process(process.pid).children()
                 engine, *workers = children  # in the order of their start
                 assert "shadowkv.engine.process.main" in engine.cmdline()
-                assert [path.name.startswith("shadowkv-") for path in folder.iterdir()] == [True]
+                assert all(path.name.startswith("shadowkv-") for path in folder.iterdir())
                 yield Server(process, engine, workers, ready.split()[1].removesuffix("/v1"), folder, log)
             finally:
                 for one in (*children, process):

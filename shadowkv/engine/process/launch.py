@@ -34,7 +34,7 @@ class EngineProcess:
     Attributes:
         facts: of its engines, the served one first.
         clients: of them.
-        folder: for sockets and files of its clients' processes, which only this user may enter.
+        folder: of its sockets, which only this user may enter.
 
     Raises what loading the model raises, as ValueError, MemoryError or OSError; ChildProcessError where it just ends.
     """
