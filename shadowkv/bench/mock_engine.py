@@ -10,6 +10,7 @@ same machine can tell how long a token has been on its way.
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -96,6 +97,7 @@ class MockEngine:
         self._router.bind(messages.socket_address(launch.folder, self.facts.socket))
         self._clients: dict[bytes, zmq.Socket[bytes]] = {}
         self._streams: defaultdict[bytes, dict[str, _Stream]] = defaultdict(dict)
+        self._left: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shadowkv-mock-engine", daemon=True)
         self._thread.start()
@@ -104,6 +106,10 @@ class MockEngine:
     def is_alive(self) -> bool:
         """Whether it steps."""
         return self._thread.is_alive()
+
+    def has_left(self, client: str) -> None:
+        """Aborts everything that a client has asked for, whose process is gone."""
+        self._left.put(client)
 
     def shutdown(self) -> None:
         """Ends it after the current step."""
@@ -151,6 +157,8 @@ class MockEngine:
                 del streams[name]
 
     def _receive(self) -> None:
+        while not self._left.empty():
+            self._streams.pop(self._left.get().encode(), None)
         while True:
             try:
                 client, message = self._router.recv_multipart(zmq.NOBLOCK)

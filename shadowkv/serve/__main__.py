@@ -16,6 +16,7 @@ from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import run_until_stopped
 from shadowkv.serve.start import add_arguments, bind, check_arguments, start_engine, with_surroundings
+from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
@@ -36,6 +37,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
+    text = "processes for HTTP before one engine; limits and keys count over all (default: %(default)s)"
+    parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help=text)
     batch = parser.add_argument_group("batch mode, instead of a server")
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
@@ -47,6 +50,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--compare is for a server, not for a batch run")
     if args.compare is not None and args.tensor_parallel_size > 1:
         parser.error("--compare takes --tensor-parallel-size 1: both policies share one copy of the weights")
+    if args.api_server_count < 1:
+        parser.error(f"--api-server-count {args.api_server_count} must be at least 1")
+    if args.api_server_count > 1 and args.input is not None:
+        parser.error("--api-server-count is for a server, not for a batch run")
     if args.resume and args.output is None:
         parser.error("--resume goes with --input and --output")
     check_arguments(parser, args)
@@ -68,19 +75,21 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             stack.callback(process.stop, SHUTDOWN_SECONDS)
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
+            name = args.served_model_name or engine.model_name
+            if args.input is None:
+                workers = stack.enter_context(Workers(args.api_server_count, process, name, listener, settings))
         except (ValueError, MemoryError, OSError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             return 2
         for line in engine.describe():
             print(line, flush=True)
-        name = args.served_model_name or engine.model_name
         if args.input is not None:
             from shadowkv.serve.batch.answers import run_batch
 
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve
 
-        serve(process, name, listener, settings)
+        serve(process, name, listener, settings, workers)
     return 0
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -15,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv.serve.anthropic.routes import messages_routes
 from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog
@@ -29,6 +29,7 @@ from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_r
 from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
+from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -43,12 +44,15 @@ def build_app(
     served_name: str,
     settings: ServerSettings | None = None,
     compared: EngineClient | None = None,
+    *,
+    counts: Counts | None = None,
 ) -> FastAPI:
     """The application.
 
     Args:
         served_name: the model's name to clients.
         compared: another engine of the same model; its model name has ``@`` and its policy appended.
+        counts: of what is open, in this process and others; None for this one alone.
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
@@ -68,9 +72,9 @@ def build_app(
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
     app.state.bodies, app.state.documents = bodies, documents
-    add_middleware(app, settings, tracing)
+    add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name))
-    metrics = Metrics(engine, served_name)
+    metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
@@ -84,9 +88,13 @@ def build_app(
     return app
 
 
-def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None) -> None:
-    """Adds everything between clients and the routes, including the log and the guard."""
-    app.add_middleware(Guard, settings=settings, keyless_paths=PAGE_PATHS)
+def add_middleware(
+    app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None, counts: Counts | None = None
+) -> None:
+    """Adds everything between clients and the routes, including the log and the guard; ``counts`` as for
+    ``build_app``."""
+    app.state.counts = counts or Counts(len(settings.api_key))
+    app.add_middleware(Guard, settings=settings, counts=app.state.counts, keyless_paths=PAGE_PATHS)
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
         app.add_middleware(
@@ -100,12 +108,24 @@ def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | No
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
 
 
-def serve(process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
-    """Serves the first engine of a process on a bound socket, with a second one, if any, that its answers are compared
-    with; raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
-    engines = process.clients
+def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
+    """The application of the first engine, with a second one, if any, that its answers are compared with, in a process
+    that does nothing else."""
     engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
-    app = build_app(engines[0], served_name, settings, *engines[1:])
+    app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     gc.collect()
     gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s
-    run(app, [partial(asyncio.to_thread, process.stop, ENGINE_SECONDS)], listener)
+    return app
+
+
+def serve(
+    process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings, workers: Workers
+) -> None:
+    """Serves the engines of a process on a bound socket, as ``workers`` do; raises KeyboardInterrupt after a Ctrl-C,
+    with everything shut down."""
+
+    async def stop() -> None:
+        await asyncio.to_thread(workers.join)
+        await asyncio.to_thread(process.stop, ENGINE_SECONDS)
+
+    run(ready_app(process.clients, served_name, settings, workers.counts), [stop], listener, workers.drain)

@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,93 +18,17 @@ import httpx
 import psutil
 import pytest
 from replies import events
+from server_processes import RUNNING, SECONDS, Server, is_gone, seconds_until, server
 
 NOTICED, BUSY = 1.0, 5.0
 """Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
 something else as well."""
-SECONDS = 300
-RUNNING = 4
-BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 TIMES = [pytest.param(2, id="twice"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
-
-
-@dataclass
-class Server:
-    """A running server: its two processes, and the folder of all its temporary files."""
-
-    http: subprocess.Popen[str]
-    engine: psutil.Process
-    url: str
-    folder: Path
-    log: Path
-
-    def ask(self, stream: bool = False, **more: object) -> tuple[httpx.Response, float]:
-        """The answer to a long request, and when it came."""
-        answer = httpx.post(f"{self.url}/v1/completions", json={**BODY, "stream": stream, **more}, timeout=SECONDS)
-        return answer, time.monotonic()
-
-    def health(self) -> int:
-        return httpx.get(f"{self.url}/health", timeout=SECONDS).status_code
-
-    def gauge(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text.splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"shadowkv:{name}{{"))
-
-    def assert_nothing_is_left(self, family: list[psutil.Process]) -> None:
-        assert not [process for process in family if not is_gone(process)]
-        assert not list(self.folder.iterdir())
-
-    def family(self) -> list[psutil.Process]:
-        """All its processes."""
-        process = psutil.Process(self.http.pid)
-        return [process, *process.children(recursive=True)]
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Whether it has ended, though nobody may have asked how."""
-    with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 def assert_prompt(waits: list[float]) -> None:
     print(f"noticed after {statistics.median(waits):.3f} s (median), {max(waits):.3f} s at the most")
     assert statistics.median(waits) < NOTICED and max(waits) < BUSY, waits
-
-
-def seconds_until(condition) -> float:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + SECONDS, "it took too long"
-        time.sleep(0.005)
-    return time.monotonic() - begin
-
-
-@contextmanager
-def server(model: Path, *flags: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={model}", "--load-format=dummy"]
-    command += ["--device=cpu", "--kv=full", f"--max-num-seqs={RUNNING}", *flags]
-    with TemporaryDirectory(prefix="two-") as own:  # a short path: those of sockets are
-        folder, log = Path(own) / "tmp", Path(own) / "log"
-        folder.mkdir()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-        with (
-            log.open("w") as errors,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
-        ):
-            engines: list[psutil.Process] = []
-            try:
-                assert process.stdout is not None
-                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
-                assert ready is not None, log.read_text()
-                engines = psutil.Process(process.pid).children()
-                (engine,) = engines
-                assert [path.name.startswith("shadowkv-") for path in folder.iterdir()] == [True]
-                yield Server(process, engine, ready.split()[1].removesuffix("/v1"), folder, log)
-            finally:
-                for one in (*engines, process):
-                    with suppress(psutil.NoSuchProcess):
-                        one.kill()
 
 
 @contextmanager

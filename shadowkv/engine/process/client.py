@@ -128,6 +128,7 @@ class EngineClient:
 
     Attributes:
         stopping: whether its end is wanted.
+        name: its own to engines.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class EngineClient:
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended = False, list[str | None]()
-        self._name, self._numbers = secrets.token_hex(4), itertools.count()
+        self.name, self._numbers = secrets.token_hex(4), itertools.count()
         self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
@@ -179,14 +180,14 @@ class EngineClient:
         self._loop = loop
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         # Once more where this client has had another loop: what that one had asked for is aborted.
-        address = messages.socket_address(self._folder, f"{self._name}-{next(self._numbers)}")
+        address = messages.socket_address(self._folder, f"{self.name}-{next(self._numbers)}")
         self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.DEALER)
         for socket in (self._events, self._commands):
             socket.set(zmq.SNDHWM, 0)
             socket.set(zmq.RCVHWM, 0)
             socket.set(zmq.LINGER, 0)
         self._events.bind(address)
-        self._commands.set(zmq.IDENTITY, self._name.encode())
+        self._commands.set(zmq.IDENTITY, self.name.encode())
         self._commands.connect(messages.socket_address(self._folder, self._facts.socket))
         self._send(messages.Greeting(messages.VERSION, address))
         for socket in (self._events, self._commands):
@@ -313,7 +314,7 @@ class EngineClient:
         limits = self._facts.limits
         limits.check(prompt_token_ids, params)
         max_tokens = limits.max_tokens(len(prompt_token_ids), params)
-        name, packed = f"{self._name}-{next(self._numbers)}", messages.pack_ids(prompt_token_ids)
+        name, packed = f"{self.name}-{next(self._numbers)}", messages.pack_ids(prompt_token_ids)
         return ClientRequest(name, prompt_token_ids, params, max_tokens, packed)
 
     async def generate(

@@ -49,6 +49,7 @@ class EngineCore:
         self.engine, self.name, self._limit = engine, name, engine.config.max_queued_seqs
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: set[str] = set()
+        self._gone: set[str] = set()
         self._saves: dict[str, Callable[[], None]] = {}
         self._answers: dict[tuple[str, int], Future[Any]] = {}
         # A compilation cannot be stopped; small schemas do not wait for large ones, and requests without one for none.
@@ -116,6 +117,10 @@ class EngineCore:
             engine.sampling_defaults,
             engine.config,
         )
+
+    def has_left(self, client: str) -> None:
+        """Aborts everything that a client has asked for, whose process is gone; may be called from any thread."""
+        self._commands.put(partial(self._forget_client, client))
 
     # -- the thread that takes in messages ------------------------------------------------------------------------
 
@@ -277,14 +282,29 @@ class EngineCore:
             self._clients[client].send(encode(event))
 
     def _connect(self, client: str, address: str) -> None:
-        if client in self._clients:  # another one by its name: a process that was started again
-            self._clients.pop(client).close(linger=0)
-            for name in [name for name in self._in_flight if name.startswith(f"{client}-")]:
-                self._end(name, self.engine.abort)
+        if client in self._gone:
+            return
+        if client in self._clients:
+            self._disconnect(client)
         self._clients[client] = self._socket(zmq.PUSH)
         self._clients[client].connect(address)
 
+    def _disconnect(self, client: str) -> None:
+        self._clients.pop(client).close(linger=0)
+        for name in [name for name in self._in_flight if name.startswith(f"{client}-")]:
+            self._end(name, self.engine.abort)
+        for of, number in [*self._answers]:
+            if of == client:
+                self._forget(client, number)
+
+    def _forget_client(self, client: str) -> None:
+        self._gone.add(client)  # something that it has sent may still come
+        if client in self._clients:
+            self._disconnect(client)
+
     def _add(self, client: str, request: Request, save: tuple[int, str] | None) -> None:
+        if client in self._gone:
+            self._in_flight.discard(request.request_id)
         if request.request_id not in self._in_flight:
             return  # aborted by now
         if save is not None:

@@ -1,4 +1,4 @@
-"""What an engine's process and the one that starts it say at the start, by ``multiprocessing``'s pipes."""
+"""What an engine's process and the one that starts it say to one another, by ``multiprocessing``'s pipes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,17 @@ class EngineFacts:
     stop_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     config: EngineConfig
+
+
+@dataclass(frozen=True)
+class Left:
+    """A process of clients is gone: nobody waits for what it has asked for.
+
+    Attributes:
+        client: the name of one of its clients.
+    """
+
+    client: str
 
 
 @dataclass(frozen=True)

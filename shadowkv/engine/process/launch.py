@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.client import EngineClient
-from shadowkv.engine.process.facts import EngineFacts, Launch, NotStarted
+from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted
 
 GRACE_SECONDS = 5.0
 """How long the process may take to end beyond what it was given for a step."""
@@ -30,7 +32,9 @@ class EngineProcess:
         module: what runs there: its command line has the socket to this process.
 
     Attributes:
-        clients: of its engines, the served one first.
+        facts: of its engines, the served one first.
+        clients: of them.
+        folder: of its sockets, which only this user may enter.
 
     Raises what loading the model raises, as ValueError, MemoryError or OSError; ChildProcessError where it just ends.
     """
@@ -38,27 +42,20 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, compare: str | None = None, module: str = "shadowkv.engine.process.main"
     ) -> None:
-        # Only this user may enter it. It is removed when this process ends, or by the engine's, which outlives it.
+        # Removed when this process ends, or by the engine's, which outlives it.
         self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
-            # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,
-            )
-        self._control = Connection(ours.detach())
+        self.folder = self._folder.name
+        self._process, self._control = start_process(module)
+        self._ended = Future[str]()
         self.clients: list[EngineClient] = []
         try:
-            facts = self._facts(Launch(config, compare, self._folder.name))
-            self.clients = [EngineClient.of_process(fact, self._folder.name) for fact in facts]
+            self.facts = self._facts(Launch(config, compare, self.folder))
+            self.clients = [EngineClient.of_process(facts, self.folder) for facts in self.facts]
         except BaseException:  # Ctrl-C, for example
             self.stop(0.0)
             raise
+        for client in self.clients:
+            self.when_it_ends(client.has_ended)
         threading.Thread(target=self._watch, name="shadowkv-engine-process", daemon=True).start()
 
     def _facts(self, launch: Launch) -> list[EngineFacts]:
@@ -67,7 +64,7 @@ class EngineProcess:
             self._control.send(launch)
             answer = self._control.recv()
         if answer is None:
-            raise ChildProcessError(f"the engine's process has not started: {self._ending()}")
+            raise ChildProcessError(f"the engine's process has not started: {ending(self._process)}")
         if isinstance(answer, NotStarted):
             raise getattr(builtins, answer.kind)(answer.message)
         facts: list[EngineFacts] = answer
@@ -87,15 +84,42 @@ class EngineProcess:
         self._control.close()
         self._folder.cleanup()
 
+    def has_left(self, client: str) -> None:
+        """Says that the process of a client by this name is gone: nobody waits for what it has asked for."""
+        with suppress(OSError):
+            self._control.send(Left(client))
+
+    def when_it_ends(self, tell: Callable[[str], object]) -> None:
+        """Has ``tell`` called with the reason once the process has ended, from any thread."""
+        self._ended.add_done_callback(lambda ended: tell(ended.result()))
+
     def _watch(self) -> None:
         self._process.wait()
-        for client in self.clients:
-            client.has_ended(f"the engine has died: its process has ended ({self._ending()})")
+        self._ended.set_result(f"the engine has died: its process has ended ({ending(self._process)})")
 
-    def _ending(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)
-        code = self._process.returncode
-        if code is None:
-            return "its connection is closed"
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+def start_process(module: str, *descriptors: int) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that runs a module, and a connection to it; its command line has the connection's other end and
+    ``descriptors``, which it inherits."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        inherited = (theirs.fileno(), *descriptors)
+        # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, inherited)],
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+    return process, Connection(ours.detach())
+
+
+def ending(process: subprocess.Popen[bytes]) -> str:
+    """How a process has ended, or is about to."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    code = process.returncode
+    if code is None:
+        return "its connection is closed"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -23,7 +23,7 @@ import zmq
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.core import EngineCore
-from shadowkv.engine.process.facts import EngineFacts, Launch, NotStarted
+from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted
 from shadowkv.engine.request import EngineDead
 from shadowkv.log_format import set_up_log
 from shadowkv.wording import SettingsError
@@ -52,6 +52,9 @@ class Core(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether it steps."""
+
+    def has_left(self, client: str) -> None:
+        """Aborts everything that a client has asked for, whose process is gone; may be called from any thread."""
 
     def shutdown(self) -> None:
         """Ends it after the current step."""
@@ -115,6 +118,7 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
     gc.freeze()  # what is there now stays: collections need not look at it, which takes them as long as many steps
     with suppress(OSError):
         control.send([core.facts for core in cores])
+    parent.cores = cores
     while not parent.done.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
         pass
     well = all(core.is_alive for core in cores)
@@ -135,16 +139,21 @@ class _Parent:
 
     Attributes:
         done: set when it says that this one is to end, and when it is gone.
+        cores: are told which clients are gone; it has none before they are ready.
     """
 
     def __init__(self, control: Connection, folder: str) -> None:
         self._control, self._folder = control, folder
         self.done, self.is_gone = threading.Event(), False
+        self.cores: Sequence[Core] = ()
         threading.Thread(target=self._watch, name="shadowkv-parent", daemon=True).start()
 
     def _watch(self) -> None:
         try:
-            seconds: float = self._control.recv()
+            while isinstance(said := self._control.recv(), Left):
+                for core in self.cores:
+                    core.has_left(said.client)
+            seconds: float = said
         except (OSError, EOFError):
             seconds, self.is_gone = ORPHAN_SECONDS, True
         self.done.set()

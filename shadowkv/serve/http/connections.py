@@ -54,7 +54,7 @@ class ConnectionConfig(uvicorn.Config):
 
     def __init__(self, app: FastAPI, **options: Any) -> None:
         self.settings: ServerSettings = app.state.settings
-        self.metrics = app.state.metrics
+        self.metrics, self.counts = app.state.metrics, app.state.counts
         self.owing: OrderedDict[Connection, None] = OrderedDict()
         """Connections whose client is to send something, the longest-waiting first."""
         super().__init__(
@@ -104,8 +104,9 @@ class Connection(H11Protocol):
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.config.metrics.connections.inc()
+        self._count()
         self._watch_reading()
-        if len(self.connections) > self.config.settings.limit_concurrency:
+        if self._are_too_many():
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
@@ -145,6 +146,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.config.metrics.connections.dec()
+        self._count()
         self.config.owing.pop(self, None)
         _stop(self._read_clock)
         _stop(self._write_clock)
@@ -213,23 +215,29 @@ class Connection(H11Protocol):
 
     # -- their number ----------------------------------------------------------------------------------------------
 
+    def _count(self) -> None:
+        self.config.counts.connections = len(self.connections)
+
+    def _are_too_many(self) -> bool:
+        return self.config.counts.connections > self.config.settings.limit_concurrency
+
     def _make_room(self) -> None:
-        """Closes the connection that has owed something longest; only if all are being answered is this one the one too
-        many."""
+        """Closes the connection of this process that has owed something longest; only if all are being answered is this
+        one the one too many."""
         oldest = next(iter(self.config.owing))
         if oldest is self:
             self._surplus = True
         else:
             oldest._cut("limit_concurrency", 503, self._too_many())
             self.connections.discard(oldest)
+            self._count()
 
     def _too_many(self) -> str:
         open_now = counted(self.config.settings.limit_concurrency, "connection")
         return f"this server has {open_now} open (--limit-concurrency)"
 
     async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
-        full = len(self.connections) > self.config.settings.limit_concurrency
-        if not (self._surplus and full) or scope["path"] in OPEN_PATHS:
+        if not (self._surplus and self._are_too_many()) or scope["path"] in OPEN_PATHS:
             if scope["http_version"] == "1.1":  # others have no chunks
                 scope[BODY_WRITER] = BodyWriter(self).write
             return await self._served(scope, receive, send)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from shadowkv.engine.outputs import RequestOutput
@@ -59,10 +60,18 @@ TIERS_OF = {
 
 
 class ConnectionMetrics:
-    """Metrics of connections, in their own registry."""
+    """Metrics of connections, in their own registry.
 
-    def __init__(self, model: str) -> None:
-        self.registry = CollectorRegistry()
+    Args:
+        shared: they are of all processes whose environment has one PROMETHEUS_MULTIPROC_DIR.
+    """
+
+    def __init__(self, model: str, shared: bool = False) -> None:
+        self.registry = self._shown = CollectorRegistry()
+        self._together: MultiProcessCollector | None = None
+        if shared:
+            self._shown = CollectorRegistry()
+            self._together = MultiProcessCollector(self._shown)
         self._model = model
         text = "Connections that the server ended, by the limit that they went beyond."
         labels = ["model_name", "reason"]
@@ -70,11 +79,12 @@ class ConnectionMetrics:
         for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
             self._cut.labels(model, reason)
         text = "Connections that are open."
-        self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
+        gauge = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum")
+        self.connections = gauge.labels(model)
 
     async def text(self) -> bytes:
         """The page for Prometheus to read."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
     def cut(self, reason: str) -> None:
         """Counts a connection that the server closed."""
@@ -82,13 +92,14 @@ class ConnectionMetrics:
 
 
 class Metrics(ConnectionMetrics):
-    """One server's metrics, including those of its connections."""
+    """One server's metrics, including those of its connections and, unless it has several, of its process for HTTP."""
 
-    def __init__(self, engine: EngineClient, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, engine: EngineClient, model: str, shared: bool = False) -> None:
+        super().__init__(model, shared)
         self._engine, self._figures = engine, _EngineFigures(engine.kv, model)
-        self.registry.register(self._figures)
-        ProcessCollector(registry=self.registry)
+        self._shown.register(self._figures)
+        if not shared:
+            ProcessCollector(registry=self.registry)
 
         def counter(name: str, text: str, *labels: str) -> Any:
             made = Counter(f"shadowkv:{name}", text, ["model_name", *labels], registry=self.registry)
@@ -121,8 +132,8 @@ class Metrics(ConnectionMetrics):
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
         fields = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
-        metrics = self.registry.restricted_registry(list(fields)).collect()
-        samples = [sample for metric in metrics for sample in metric.samples]
+        metrics = self._together or self.registry.restricted_registry(list(fields))
+        samples = [sample for metric in metrics.collect() for sample in metric.samples]
         return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
 
     @contextmanager

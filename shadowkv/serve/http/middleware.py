@@ -7,13 +7,13 @@ import asyncio
 import hmac
 import logging
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
 from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.http.settings import ServerSettings
@@ -132,14 +132,17 @@ class Guard:
     Args:
         app: the application to guard.
         settings: the keys and the limits.
+        counts: of requests at work.
         keyless_paths: need no key, besides ``OPEN_PATHS``.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keyless_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, counts: Counts, keyless_paths: frozenset[str] = frozenset()
+    ) -> None:
         self._app, self._limit = app, settings.max_body_bytes
         self._keyless_paths = OPEN_PATHS | keyless_paths
         self._keys = [key.encode() for key in settings.api_key]
-        self._limit_per_key, self._running = settings.max_concurrent_requests_per_key, Counter[int]()
+        self._limit_per_key, self._counts = settings.max_concurrent_requests_per_key, counts
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,16 +160,15 @@ class Guard:
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
-        if self._limit_per_key and self._running[key] >= self._limit_per_key:
+        if not self._counts.begin(key, self._limit_per_key):
             limit = counted(self._limit_per_key, "request")
             text = f"{limit} with this API key may be at work (--max-concurrent-requests-per-key)"
             error = ApiError(f"{text}; try again later", status=429, code="rate_limit_exceeded")
             return await error_response(error, path)(scope, receive, send)
-        self._running[key] += 1
         try:
             await self._unless_too_large(scope, receive, send)
         finally:
-            self._running[key] -= 1
+            self._counts.end(key)
 
     async def _unless_too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0")

@@ -16,7 +16,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from shadowkv.serve.http.connections import ConnectionConfig
-from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.wording import counted
 
 Stop = Callable[[], Awaitable[object]]
@@ -32,22 +31,36 @@ WAITING_CONNECTIONS = 2048
 """Connections that the system establishes for the server before it accepts them."""
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which on shutdown also stops what produces the answers, such as an engine.
 
     The first signal stops it: no more connections, and requests in progress have ``drain`` seconds to end. The second
     ends the process immediately, except SIGHUP, which shell and terminal may both send.
+
+    Args:
+        app: its state has ``settings``, ``metrics`` and ``counts`` as ``build_app`` sets them.
+        stops: end what is still in progress when the drain time is over.
+        ready: called once connections are accepted.
+        draining: called once no more are.
     """
 
-    def __init__(self, config: uvicorn.Config, stops: Sequence[Stop], url: str, drain: float) -> None:
+    def __init__(
+        self, app: FastAPI, stops: Sequence[Stop], ready: Callable[[], object], draining: Callable[[], object]
+    ) -> None:
+        config = ConnectionConfig(
+            app,
+            log_config=None,  # keep the process's own
+            log_level="warning",
+            timeout_graceful_shutdown=CONNECTION_SECONDS,
+        )
         super().__init__(config)
-        self._stops, self._url, self._drain = stops, url, drain
+        self._stops, self._ready, self._draining, self._drain = stops, ready, draining, config.settings.shutdown_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(WAITING_CONNECTIONS)  # uvicorn's lower number is also how many are accepted at once
-        print(f"ready: {self._url}/v1", flush=True)
+        self._ready()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -68,6 +81,7 @@ class _Server(uvicorn.Server):
             server.close()
         for listener in sockets or ():
             listener.close()
+        self._draining()
         for connection in list(self.server_state.connections):
             connection.shutdown()  # idle ones at once, the others after their answers
         tasks, end = self.server_state.tasks, monotonic() + self._drain
@@ -82,17 +96,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(app: FastAPI, stops: Sequence[Stop], listener: socket.socket) -> None:
-    """Serves an application, whose state has ``settings`` and ``metrics`` as ``build_app`` sets them, on a bound
-    socket; ``stops`` end what is still in progress when the drain time is over."""
-    settings: ServerSettings = app.state.settings
+def run(
+    app: FastAPI, stops: Sequence[Stop], listener: socket.socket, draining: Callable[[], object] = lambda: None
+) -> None:
+    """Serves an application on a bound socket, until a signal; the rest as for ``Server``."""
     host, port = listener.getsockname()[:2]
-    scheme = "http" if settings.ssl_certfile is None else "https"
+    scheme = "http" if app.state.settings.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    config = ConnectionConfig(
-        app,
-        log_config=None,  # keep the process's own
-        log_level="warning",
-        timeout_graceful_shutdown=CONNECTION_SECONDS,
-    )
-    _Server(config, stops, url, settings.shutdown_timeout).run(sockets=[listener])
+    Server(app, stops, lambda: print(f"ready: {url}/v1", flush=True), draining).run(sockets=[listener])

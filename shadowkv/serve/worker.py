@@ -1,0 +1,80 @@
+"""A process for HTTP beyond a server's first, which started it: serves clients on the same socket, until that one says
+so or is gone.
+
+``python -m shadowkv.serve.worker FD LISTENER``, where FD is the socket to the first process (``workers.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+from shadowkv.engine.process.client import EngineClient
+from shadowkv.log_format import set_up_log
+from shadowkv.serve.app import ready_app
+from shadowkv.serve.http.counts import Counts
+from shadowkv.serve.http.server import Server
+from shadowkv.serve.workers import DRAIN, WorkerLaunch, counts_file
+
+
+class _WorkerServer(Server):
+    """Is stopped by the first process, not by signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def main(descriptor: int, listening: int) -> int:
+    """Runs until the first process says that it is to end; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole service: the first process sees to it
+    set_up_log()
+    control, listener = Connection(descriptor), socket.socket(fileno=listening)
+    try:
+        launch: WorkerLaunch = control.recv()
+    except (OSError, EOFError):
+        return 1
+    clients = [EngineClient.of_process(facts, launch.sockets) for facts in launch.facts]
+    counts = Counts(len(launch.settings.api_key), counts_file(launch.shared), launch.row)
+    app = ready_app(clients, launch.served_name, launch.settings, counts)
+
+    async def stop() -> None:
+        for client in clients:
+            client.stopping = True
+            client.has_ended("the server has been stopped")
+
+    def ready() -> None:
+        with suppress(OSError):
+            control.send([client.name for client in clients])
+
+    server = _WorkerServer(app, [stop], ready, lambda: None)
+    threading.Thread(
+        target=_watch, args=(control, server, clients, launch.shared), name="shadowkv-first-process", daemon=True
+    ).start()
+    server.run(sockets=[listener])
+    return 0
+
+
+def _watch(control: Connection, server: Server, clients: Sequence[EngineClient], shared: str) -> None:
+    with suppress(OSError, EOFError):
+        while True:
+            text = control.recv()
+            if text == DRAIN:
+                server.should_exit = True
+            else:
+                for client in clients:
+                    client.has_ended(text)
+    shutil.rmtree(shared, ignore_errors=True)  # the first process is gone
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,185 @@
+"""A server's processes for HTTP beyond the first: starts them, and notices when one ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shadowkv.serve.http.counts import Counts
+from shadowkv.serve.http.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.facts import EngineFacts
+    from shadowkv.engine.process.launch import EngineProcess
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 10.0
+"""How long a process may take to end beyond the time for its requests: clients read what they are still sent."""
+
+DRAIN = "drain"
+"""Asks a process to take no more connections, and to end once its requests have. Anything else that it is told is why
+there is no engine any more."""
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """What a process is to serve.
+
+    Attributes:
+        sockets: folder of the engines' sockets.
+        shared: folder of what processes for HTTP count together; removed by the first, or after it by the others.
+        row: its own in their ``Counts``.
+    """
+
+    facts: list[EngineFacts]
+    sockets: str
+    shared: str
+    served_name: str
+    settings: ServerSettings
+    row: int
+
+
+def counts_file(shared: str) -> Path:
+    """The file of ``Counts`` in a folder."""
+    return Path(shared) / "counts"
+
+
+@dataclass
+class _Worker:
+    row: int
+    process: subprocess.Popen[bytes]
+    control: Connection
+    clients: list[str]
+
+    def tell(self, text: str) -> None:
+        with suppress(OSError):  # it has ended
+            self.control.send(text)
+
+
+class Workers:
+    """The processes that serve one engine's clients on one socket, besides this one; a context, at whose end they are
+    gone. They end with this process, however that ends. One that ends by itself is not started again: its requests are
+    aborted, and the others go on.
+
+    Args:
+        count: of all, this one included.
+
+    Attributes:
+        counts: of what is open in all of them.
+
+    With more than one, metrics are shared from here on: ``prometheus_client`` must not have been imported before.
+    Raises ChildProcessError where one does not start.
+    """
+
+    def __init__(
+        self, count: int, process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings
+    ) -> None:
+        self._process, self._seconds = process, settings.shutdown_timeout + END_SECONDS
+        self._workers: list[_Worker] = []
+        self._draining_since: float | None = None
+        self._exit = ExitStack()
+        keys = len(settings.api_key)
+        if count == 1:
+            self.counts = Counts(keys)
+            return
+        # Beside the engine's, which is gone where the engine has died and the rest goes on.
+        folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
+        Counts.create(counts_file(folder), keys, count)
+        self.counts = Counts(keys, counts_file(folder))
+        metrics = Path(folder) / "metrics"
+        metrics.mkdir()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+        try:
+            for row in range(1, count):
+                self._start(WorkerLaunch(process.facts, process.folder, folder, served_name, settings, row), listener)
+            for worker in self._workers:
+                self._wait_until_ready(worker)
+        except BaseException:  # Ctrl-C, for example
+            self._end()
+            raise
+        process.when_it_ends(self._tell_all)
+        for worker in self._workers:
+            threading.Thread(target=self._watch, args=(worker,), name="shadowkv-worker", daemon=True).start()
+
+    def _start(self, launch: WorkerLaunch, listener: socket.socket) -> None:
+        from shadowkv.engine.process.launch import start_process  # needs PyTorch, unlike --help
+
+        process, control = start_process("shadowkv.serve.worker", listener.fileno())
+        self._workers.append(worker := _Worker(launch.row, process, control, []))
+        try:
+            control.send(launch)
+        except OSError as error:
+            raise _not_started(worker) from error
+
+    def _wait_until_ready(self, worker: _Worker) -> None:
+        try:
+            worker.clients = worker.control.recv()
+        except (OSError, EOFError) as error:
+            raise _not_started(worker) from error
+
+    def _watch(self, worker: _Worker) -> None:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        from shadowkv.engine.process.launch import ending
+
+        worker.process.wait()
+        if self._draining_since is not None:
+            return
+        for client in worker.clients:
+            self._process.has_left(client)
+        self.counts.clear(worker.row)
+        mark_process_dead(worker.process.pid)
+        logger.error("a process for HTTP has ended (%s); it is not started again", ending(worker.process))
+
+    def _tell_all(self, text: str) -> None:
+        for worker in self._workers:
+            worker.tell(text)
+
+    def drain(self) -> None:
+        """Has them take no more connections, and end once their requests have."""
+        self._draining_since = monotonic()
+        self._tell_all(DRAIN)
+
+    def join(self) -> None:
+        """Waits until they have ended after ``drain``."""
+        assert self._draining_since is not None, "they would go on"
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, self._draining_since + self._seconds - monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._draining_since = self._draining_since or monotonic()
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.wait()
+            worker.control.close()
+        self._exit.close()
+
+
+def _not_started(worker: _Worker) -> ChildProcessError:
+    from shadowkv.engine.process.launch import ending
+
+    return ChildProcessError(f"a process for HTTP has not started: {ending(worker.process)}")
