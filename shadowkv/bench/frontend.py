@@ -36,7 +36,7 @@ import psutil
 
 from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
-from shadowkv.bench.mock_engine import DIGITS, seconds_since
+from shadowkv.bench.mock_clock import DIGITS, seconds_since
 from shadowkv.bench.serving_stats import Record
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json

@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from shadowkv.bench.mock_clock import ALPHABET, DIGITS, clock_digits
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import RequestTimes, TokenOutput
 from shadowkv.engine.process import messages
@@ -34,29 +35,8 @@ STEPS = 50
 
 MAX_MODEL_LEN = 2**17
 
-ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
-DIGITS = 4
-TICKS = 1e5
-"""A second."""
-
-WRAP = len(ALPHABET) ** DIGITS
-
 POLL_MS = 50
 """How long it may take until an idle engine notices that it is to stop."""
-
-
-def clock_digits(seconds: float) -> list[int]:
-    """Indices in ``ALPHABET``, the highest first."""
-    ticks = int(seconds * TICKS)
-    return [ticks // len(ALPHABET) ** (DIGITS - 1 - place) % len(ALPHABET) for place in range(DIGITS)]
-
-
-def seconds_since(digits: str, now: float) -> float:
-    """Between the time that ``DIGITS`` characters say and ``now``, of ``time.monotonic``; less than three minutes."""
-    ticks = 0
-    for character in digits:
-        ticks = ticks * len(ALPHABET) + ALPHABET.index(character)
-    return (int(now * TICKS) - ticks) % WRAP / TICKS
 
 
 @dataclass

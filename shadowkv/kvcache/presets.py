@@ -66,6 +66,10 @@ POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:
 """What ``preset`` takes, for the help of command lines."""
 
 
+OURS = frozenset(PRESETS)
+"""Their names; all others are registered from outside the package."""
+
+
 def register(name: str, spec: KVSpec) -> None:
     """Makes a policy from outside the package available under a name.
 

@@ -134,7 +134,8 @@ def test_refusals_do_not_wait_for_a_step(engine: LocalEngine, monkeypatch: pytes
             with pytest.raises(EngineBusy, match=f"no more than {QUEUE} requests may wait"):
                 await asyncio.wait_for(outputs(engine, SHORT, prompt(99, 9)), AT_ONCE)
             assert (await asyncio.wait_for(engine.stats(), AT_ONCE)).running == 1
-        assert [len(answer) for one in waiting for answer in await one] == [3] * QUEUE
+        answers = [answer for one in waiting for answer in await one]
+        assert [sum(len(output.token_ids) for output in answer) for answer in answers] == [3] * QUEUE
 
     run(work())
     assert_empty(engine.engine)

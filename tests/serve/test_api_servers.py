@@ -93,7 +93,7 @@ def streams_in_both(one: Server, count: int = STREAMS, **body: object) -> Iterat
     streams: list[Stream] = []
     try:
         while len(streams) < count or not {0, 1} <= {stream.process for stream in streams}:
-            assert len(streams) < 3 * count, "one process serves all"
+            assert len(streams) < 12 * count, "one process serves all"
             streams.append(Stream(one, prompt=[2 + len(streams)] * 40, **body))
         yield streams
     finally:

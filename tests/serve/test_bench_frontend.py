@@ -14,7 +14,7 @@ import pytest
 
 from shadowkv.bench.__main__ import main
 from shadowkv.bench.frontend import Stream, Window, add_arguments, server
-from shadowkv.bench.mock_engine import ALPHABET, DIGITS, clock_digits, seconds_since
+from shadowkv.bench.mock_clock import ALPHABET, DIGITS, clock_digits, seconds_since
 from shadowkv.command_line import Parser
 
 FEW = ["--streams", "3", "--model", "llama-3.1-8b"]

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import runpy
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.request import RequestLimits
+from shadowkv.kvcache import codecs, parts, presets
+from shadowkv.kvcache.parts.base import Part
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.ops.codec import LatentCodec, RowCodec
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Parts, presets and codecs that are registered here and not of shadowkv, for a process that has not done that."""
+
+    parts: dict[str, dict[str, type[Part]]]
+    presets: dict[str, KVSpec]
+    codecs: list[RowCodec | LatentCodec]
+
+    @classmethod
+    def here(cls) -> Registered:
+        """Those of this process."""
+        own = {name: spec for name, spec in presets.PRESETS.items() if name not in presets.OURS}
+        known: list[RowCodec | LatentCodec] = [*codecs.ROW_CODECS.values(), *codecs.LATENT_CODECS.values()]
+        return cls(parts.REGISTERED, own, [codec for codec in known if codec not in codecs.OURS])
+
+    def register(self) -> None:
+        """Registers them in this process, where nothing is registered."""
+        for codec in self.codecs:
+            codecs.register(codec)
+        for axis, of_axis in self.parts.items():
+            for name, part in of_axis.items():
+                parts.register(axis, name, part)
+        for name, spec in self.presets.items():
+            presets.register(name, spec)
 
 
 @dataclass(frozen=True)
@@ -21,6 +54,22 @@ class Launch:
     config: EngineConfig
     compare: str | None
     folder: str
+    registered: Registered = field(default_factory=Registered.here)
+
+
+def script() -> str | None:
+    """The file that this process runs as a script, whose classes others know as its ``__main__``'s; None where it runs
+    a module, which they can import."""
+    main = sys.modules["__main__"]
+    return None if getattr(main, "__spec__", None) is not None else getattr(main, "__file__", None)
+
+
+def run_script(path: str) -> None:
+    """Makes what a script defines known here as it is there, without its ``if __name__ == "__main__"`` part, as
+    ``multiprocessing`` does."""
+    module = ModuleType("__mp_main__")
+    module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.client import EngineClient
-from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted
+from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, script
 
 GRACE_SECONDS = 5.0
 """How long the process may take to end beyond what it was given for a step."""
@@ -61,6 +61,7 @@ class EngineProcess:
     def _facts(self, launch: Launch) -> list[EngineFacts]:
         answer: Any = None
         with suppress(OSError, EOFError):
+            self._control.send(script())
             self._control.send(launch)
             answer = self._control.recv()
         if answer is None:

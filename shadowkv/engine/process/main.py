@@ -23,7 +23,7 @@ import zmq
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.core import EngineCore
-from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted
+from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, run_script
 from shadowkv.engine.request import EngineDead
 from shadowkv.log_format import set_up_log
 from shadowkv.wording import SettingsError
@@ -96,9 +96,12 @@ def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores)
     set_up_log()
     control = Connection(descriptor)
     try:
+        if (path := control.recv()) is not None:
+            run_script(path)
         launch: Launch = control.recv()
     except (OSError, EOFError):
         return 1
+    launch.registered.register()
     parent = _Parent(control, launch.folder)
     try:
         return _serve(control, launch, parent, load)
