@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -29,7 +30,12 @@ class Registered:
         """Those of this process."""
         own = {name: spec for name, spec in presets.PRESETS.items() if name not in presets.OURS}
         known: list[RowCodec | LatentCodec] = [*codecs.ROW_CODECS.values(), *codecs.LATENT_CODECS.values()]
-        return cls(parts.REGISTERED, own, [codec for codec in known if codec not in codecs.OURS])
+        named = {
+            axis: {name: part for name, part in of_axis.items() if _is_named(part)}
+            for axis, of_axis in parts.REGISTERED.items()
+        }
+        others = [codec for codec in known if not any(codec is ours for ours in codecs.OURS) and _is_named(codec)]
+        return cls(named, own, others)
 
     def register(self) -> None:
         """Registers them in this process, where nothing is registered."""
@@ -112,3 +118,12 @@ class NotStarted:
 
     kind: str
     message: str
+
+
+def _is_named(value: object) -> bool:
+    """Whether another process can be told of it: a class within a function has no name there."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
