@@ -33,8 +33,13 @@ def running(
     with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {shlex.join(command)}\n")
         output.flush()
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command, env={**os.environ, **environment}, **options)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             _wait(process, base_url, log, timeout)
             yield

@@ -16,6 +16,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shadowkv.engine.child_process import ending, start_process
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.settings import ServerSettings
 
@@ -114,8 +115,6 @@ class Workers:
             threading.Thread(target=self._watch, args=(worker,), name="shadowkv-worker", daemon=True).start()
 
     def _start(self, launch: WorkerLaunch, listener: socket.socket) -> None:
-        from shadowkv.engine.process.launch import start_process  # needs PyTorch, unlike --help
-
         process, control = start_process("shadowkv.serve.worker", listener.fileno())
         self._workers.append(worker := _Worker(launch.row, process, control, []))
         try:
@@ -131,8 +130,6 @@ class Workers:
 
     def _watch(self, worker: _Worker) -> None:
         from prometheus_client.multiprocess import mark_process_dead
-
-        from shadowkv.engine.process.launch import ending
 
         worker.process.wait()
         if self._draining_since is not None:
@@ -180,6 +177,4 @@ class Workers:
 
 
 def _not_started(worker: _Worker) -> ChildProcessError:
-    from shadowkv.engine.process.launch import ending
-
     return ChildProcessError(f"a process for HTTP has not started: {ending(worker.process)}")

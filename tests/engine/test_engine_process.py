@@ -339,6 +339,25 @@ def test_an_engine_that_dies_tells_all_clients_why(engine: LocalEngine, monkeypa
     run(work())
 
 
+def test_a_fault_in_a_question_is_told_rather_than_waited_for(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise SystemError("boom")
+
+    async def work() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.engine.requests, "compile_grammar", fail)
+            with pytest.raises(RuntimeError, match="SystemError: boom"):
+                await engine.compile_grammar("{}")
+        await outputs(engine, SHORT, prompt(1, 9))  # that was on a thread of its own
+        monkeypatch.setattr(engine.engine, "stats", fail)
+        with pytest.raises(EngineDead, match="boom"):
+            await engine.stats()
+
+    run(work())
+
+
 def test_a_process_that_cannot_start_says_why_and_leaves_nothing(tiny: Path) -> None:
     from shadowkv.engine.process.launch import EngineProcess
 

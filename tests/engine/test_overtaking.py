@@ -278,6 +278,21 @@ def test_what_is_cached_but_cannot_be_extended_is_not_computed_again_beside_a_lo
     assert tokens(done["long"]) == alone(make, LONG, kv="full")
 
 
+def pieces_beside_one_that_decodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that each piece of a prompt is given from now on; a piece is as short as can be."""
+    engine.add_request("first", SHORT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+    while not engine.scheduler.running:
+        engine.step()
+    given, advance = list[float](), engine.prefill_queue.advance
+
+    def a_piece(seconds: float) -> Any:
+        given.append(seconds)
+        return advance(0.0)
+
+    monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
+    return given
+
+
 @pytest.mark.parametrize(("slots", "queued"), [(3, True), (2, False)])
 def test_gaps_are_longer_only_while_a_prompt_waits_that_could_run(
     make: Any, monkeypatch: pytest.MonkeyPatch, slots: int, queued: bool
@@ -285,16 +300,7 @@ def test_gaps_are_longer_only_while_a_prompt_waits_that_could_run(
     monkeypatch.setattr("shadowkv.engine.engine.TOKEN_GAP", 100.0)
     monkeypatch.setattr("shadowkv.engine.engine.QUEUED_TOKEN_GAP", 200.0)
     engine: Engine = make(kv="full", max_num_seqs=slots)
-    engine.add_request("first", SHORT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
-    while not engine.scheduler.running:
-        engine.step()
-    given, advance = [], engine.prefill_queue.advance
-
-    def a_piece(seconds: float) -> Any:
-        given.append(seconds)
-        return advance(0.0)
-
-    monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
+    given = pieces_beside_one_that_decodes(engine, monkeypatch)
     engine.add_request("long", LONG, GREEDY)
     for number in range(2):
         engine.add_request(f"next-{number}", prompt(4 + number, 1500), GREEDY)
@@ -311,16 +317,7 @@ def test_while_short_ones_wait_the_long_one_has_what_it_is_owed_at_a_time(
 ) -> None:
     monkeypatch.setattr("shadowkv.engine.engine.TOKEN_GAP", 100.0)
     engine: Engine = make(kv="full", max_num_seqs=4)
-    engine.add_request("first", SHORT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
-    while not engine.scheduler.running:
-        engine.step()
-    given, advance = [], engine.prefill_queue.advance
-
-    def a_piece(seconds: float) -> Any:
-        given.append(seconds)
-        return advance(0.0)
-
-    monkeypatch.setattr(engine.prefill_queue, "advance", a_piece)
+    given = pieces_beside_one_that_decodes(engine, monkeypatch)
     engine.add_request("long", LONG, GREEDY)
     engine.step()
     (at_work,) = engine.prefill_queue.at_work

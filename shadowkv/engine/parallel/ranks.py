@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing.connection
 import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
@@ -30,9 +29,6 @@ Command = tuple[Any, ...]
 
 HERE = "here"
 """Sent by a rank that is about to meet the others."""
-
-END_SECONDS = 5.0
-"""How long a rank has to exit by itself."""
 
 REASON_SECONDS = 2.0
 """How long a rank's reason for ending may take to arrive, once another rank notices the end."""
@@ -79,23 +75,12 @@ class Ranks:
             raise
 
     def _start(self, rank: int, what: tuple[Any, ...]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "shadowkv.engine.parallel.worker", str(theirs.fileno())]
-            # Modules are found where this process finds them; a terminal, its input and signals are for rank 0 alone.
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+        process, pipe = start_process("shadowkv.engine.parallel.worker")
         self._processes.append(process)
-        self._sockets.append(ours)
-        self._pipes.append(Connection(os.dup(ours.fileno())))
+        self._pipes.append(pipe)
+        self._sockets.append(socket.socket(fileno=os.dup(pipe.fileno())))
         with suppress(OSError):  # one that is gone already is detected where it is waited for
-            self._pipes[-1].send(what)
+            pipe.send(what)
 
     def _await_all(self) -> None:
         """Waits until every rank is about to meet the others; raises RankFailure where one ends before. The meeting
@@ -188,10 +173,7 @@ class Ranks:
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:
             return f"tensor-parallel rank {rank} failed: {reason}"
-        process = self._processes[rank - 1]
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        return f"tensor-parallel rank {rank} has ended ({_ending(process.returncode)})"
+        return f"tensor-parallel rank {rank} has ended ({ending(self._processes[rank - 1])})"
 
     def close(self) -> None:
         """Ends the other ranks, whatever they are doing. CUDA graphs of collective work must be gone before."""
@@ -203,12 +185,12 @@ class Ranks:
             if self.group.size == 1:  # it may not have reached the point where it looks
                 process.kill()
             try:
-                process.wait(END_SECONDS)
+                process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         if self._watching.is_alive() and self._watching is not threading.current_thread():
-            self._watching.join(END_SECONDS)
+            self._watching.join(GRACE_SECONDS)
         if self.group.size > 1:
             self.group.close()
         for pipe in self._pipes:
@@ -222,9 +204,3 @@ def rank_device(name: str, rank: int) -> torch.device:
     """The device of a rank: a GPU each, or all of them the CPU; raises ValueError where it is not there."""
     device = device_of(name)
     return device if device.type == "cpu" else device_of(f"cuda:{rank}")
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "its connection is closed"
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

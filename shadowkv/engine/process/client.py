@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -139,7 +139,7 @@ class EngineClient:
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
         self.sampling_defaults = facts.sampling_defaults
-        self.stopping, self._ended = False, list[str | None]()
+        self.stopping, self._ended, self._error = False, False, cast("str | None", None)
         self.name, self._numbers = secrets.token_hex(4), itertools.count()
         self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -249,12 +249,12 @@ class EngineClient:
             with suppress(RuntimeError):  # it is closed just now
                 self._loop.call_soon_threadsafe(end)
                 return
-        self._ended.append(error)
+        self._ended, self._error = True, error
 
     def _end_all(self, error: str | None) -> None:
         if self._ended:
             return
-        self._ended.append(error)
+        self._ended, self._error = True, error
         for answer in self._answers.values():
             answer.fail(self._end())
         for question in self._questions.values():
@@ -263,10 +263,9 @@ class EngineClient:
 
     def _end(self) -> EngineDead:
         """Why nothing more is served."""
-        error = self._ended[0] if self._ended else "the engine has died"
-        if self.stopping or error is None:
+        if self.stopping or (self._ended and self._error is None):
             return EngineStopped("the engine has been shut down")
-        return EngineDead(error)
+        return EngineDead(self._error or "the engine has died")
 
     async def _ask(self, question: messages.Question, seconds: float | None, kind: Any) -> Any:
         """The answer, of type ``kind``; raises EngineDead, SaveError, and asyncio.TimeoutError after ``seconds``."""
@@ -327,7 +326,8 @@ class EngineClient:
 
         Args:
             timeout: seconds after which all of them are aborted, and asyncio.TimeoutError is raised.
-            save: number of a question that is answered once the first one's prompt is on the disk, and a name for it.
+            save: of a single request, number of a question that is answered once its prompt is on the disk, and a name
+                for that.
 
         Raises EngineBusy if too many are waiting, RequestError if there is not enough memory for one in all, EngineDead
         if the engine has stopped.

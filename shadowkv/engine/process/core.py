@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from shadowkv.engine.engine import Engine
@@ -130,11 +131,15 @@ class EngineCore:
         poller.register(self._listening, zmq.POLLIN)
         while self._listening not in (ready := dict(poller.poll())):
             if self._router in ready:
-                client, message = self._router.recv_multipart()
-                try:
-                    self._take(client, messages.decode_command(message))
-                except Exception:  # of one message: the others are served
-                    logger.exception("a message from %s could not be served", client)
+                self._take_message(*self._router.recv_multipart())
+
+    def _take_message(self, client: bytes, message: bytes) -> None:
+        try:
+            self._take(client, messages.decode_command(message))
+        except msgspec.DecodeError:  # of another version, which has been told so
+            logger.exception("a message from %s could not be read", client)
+        except Exception as error:  # ends the engine: whoever sent this would wait for an answer forever
+            self._commands.put(partial(_raise, error))
 
     def _take(self, client: bytes, command: messages.Command) -> None:
         if isinstance(command, messages.Add):
@@ -157,7 +162,8 @@ class EngineCore:
             self._commands.put(partial(self._forget, client.decode(), command.number))
         elif isinstance(command, messages.Compile):
             thread = self._compiling_small if command.small else self._compiling
-            thread.submit(self._compile, client.decode(), command)
+            compiled = thread.submit(self.engine.requests.compile_grammar, command.schema, command.one_line)
+            self._commands.put(partial(self._expect, client.decode(), command.number, compiled))
         else:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
 
@@ -216,17 +222,6 @@ class EngineCore:
         request.times.arrival, request.looked_up = add.arrival, add.looked_up
         self._commands.put(partial(self._add, client, request, add.save))
         return None
-
-    def _compile(self, client: str, ask: messages.Compile) -> None:
-        event: messages.Event = messages.reply(ask.number, None)
-        try:
-            self.engine.requests.compile_grammar(ask.schema, ask.one_line)
-        except RequestError as error:
-            event = messages.Failure(ask.number, "RequestError", str(error), error.param)
-        except Exception as error:
-            logger.exception("a JSON schema could not be compiled")
-            event = messages.Failure(ask.number, type(error).__name__, str(error))
-        self._commands.put(partial(self._tell, client, event))
 
     # -- the engine's thread --------------------------------------------------------------------------------------
 
@@ -327,12 +322,15 @@ class EngineCore:
 
     def _begin(self, client: str, number: int, begin: Callable[[Future[Any]], None]) -> None:
         """Begins what settles a future, whose outcome the client is told, from this thread."""
-        answer = self._answers[client, number] = Future[Any]()
-        answer.add_done_callback(lambda answer: self._commands.put(partial(self._reply, client, number, answer)))
+        self._expect(client, number, answer := Future[Any]())
         try:
             begin(answer)
         except SaveError as error:
             settle(answer, error)
+
+    def _expect(self, client: str, number: int, answer: Future[Any]) -> None:
+        self._answers[client, number] = answer
+        answer.add_done_callback(lambda answer: self._commands.put(partial(self._reply, client, number, answer)))
 
     def _reply(self, client: str, number: int, answer: Future[Any]) -> None:
         if self._answers.pop((client, number), None) is None or answer.cancelled():
@@ -341,7 +339,10 @@ class EngineCore:
         if error is None:
             self._tell(client, messages.reply(number, answer.result()))
         else:
-            self._tell(client, messages.Failure(number, type(error).__name__, str(error)))
+            if not isinstance(error, (RequestError, SaveError)):
+                logger.error("a question could not be answered", exc_info=error)
+            param = getattr(error, "param", None)
+            self._tell(client, messages.Failure(number, type(error).__name__, str(error), param))
 
     def _forget(self, client: str, number: int) -> None:
         answer = self._answers.pop((client, number), None)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import builtins
-import os
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
+from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, script
-
-GRACE_SECONDS = 5.0
-"""How long the process may take to end beyond what it was given for a step."""
 
 
 class EngineProcess:
@@ -97,30 +90,3 @@ class EngineProcess:
     def _watch(self) -> None:
         self._process.wait()
         self._ended.set_result(f"the engine has died: its process has ended ({ending(self._process)})")
-
-
-def start_process(module: str, *descriptors: int) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that runs a module, and a connection to it; its command line has the connection's other end and
-    ``descriptors``, which it inherits."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        inherited = (theirs.fileno(), *descriptors)
-        # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, inherited)],
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
-    return process, Connection(ours.detach())
-
-
-def ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process has ended, or is about to."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_SECONDS)
-    code = process.returncode
-    if code is None:
-        return "its connection is closed"
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
