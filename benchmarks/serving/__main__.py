@@ -38,12 +38,12 @@ from benchmarks.serving.cases import (
 )
 from benchmarks.serving.guidellm import replay_with_guidellm
 from benchmarks.serving.rows import Table, device, result_of
-from benchmarks.serving.server import running
 from shadowkv.bench.arrivals import Arrival, draw_arrivals, write_trace
 from shadowkv.bench.client import CompletionClient
 from shadowkv.bench.find_rate import find_rate
 from shadowkv.bench.replay import Replay
 from shadowkv.bench.serve import SMALLEST_VOCABULARY, describe_server
+from shadowkv.bench.server_process import running
 from shadowkv.bench.serving_stats import Record
 from shadowkv.eval.provenance import command, commit
 

@@ -21,22 +21,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 
 from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
 from shadowkv.bench.mock_clock import DIGITS, seconds_since
+from shadowkv.bench.server_process import running
 from shadowkv.bench.serving_stats import Record
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
@@ -53,7 +53,7 @@ TRIES = 2
 
 VERSIONS = ("uvicorn", "uvloop", "h11", "msgspec", "tokenizers", "fastapi")
 
-START_SECONDS, STOP_SECONDS = 120.0, 10.0
+START_SECONDS = 120.0
 
 SHOWN = (
     ("offered", "Offered (tokens/s)", ".0f"),
@@ -212,28 +212,13 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
         port = free.getsockname()[1]
     given = ["--model", args.model, "--load-format", args.load_format, "--port", str(port)]
     limits = ["--max-queued-seqs", str(2 * args.streams), "--disable-uvicorn-access-log"]
-    process = Popen([sys.executable, "-m", "shadowkv.bench.mock_server", *given, *limits], stdout=DEVNULL)
-    try:
-        url, end = f"http://127.0.0.1:{port}/v1", time.monotonic() + START_SECONDS
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > end:
-                raise Refused("the server has not started")
-            time.sleep(0.1)
-        yield url, process.pid
-    finally:
-        process.terminate()
+    started, url = [sys.executable, "-m", "shadowkv.bench.mock_server", *given, *limits], f"http://127.0.0.1:{port}/v1"
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         try:
-            process.wait(STOP_SECONDS)
-        except TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/models", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+            process = stack.enter_context(running(started, url, Path(folder) / "server.log", {}, START_SECONDS))
+        except RuntimeError as error:
+            raise Refused(str(error)) from None
+        yield url, process.pid
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts, Launch
 from shadowkv.engine.process.main import main
 from shadowkv.engine.request import RequestLimits
+from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.models.loader import load_tokenizer
 
 STEPS = 50
 """A second, where a request does not say."""
@@ -57,12 +57,7 @@ class MockEngine:
 
     def __init__(self, launch: Launch) -> None:
         config = launch.config
-        tokenizer = load_tokenizer(
-            config.model,
-            load_format=config.load_format,
-            max_model_len=config.max_model_len,
-            hf_overrides=config.overrides,
-        )
+        tokenizer = tokenizer_from_config(config)
         ids = [token for c in ALPHABET if (token := tokenizer.backend.token_to_id(c)) is not None]
         if len(ids) < len(ALPHABET):
             raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
@@ -169,7 +164,7 @@ class MockEngine:
     def _add(self, client: bytes, add: messages.Add) -> None:
         if add.params.seed is not None:
             self._steps = float(max(1, add.params.seed))
-        prompt = len(add.prompt) // 4
+        prompt = len(add.prompt) // messages.ID_BYTES
         output: Any = TokenOutput(add.request_id, [], None, prompt, 0, 0, RequestTimes(add.arrival, time.monotonic()))
         self._streams[client][add.request_id] = _Stream(
             output, self._limits.max_tokens(prompt, add.params), self._number + 1

@@ -17,9 +17,9 @@ from benchmarks.serving.cases import CASES, Shape, arrivals_of, warm_up_of
 from benchmarks.serving.client_rate import main as client_rate
 from benchmarks.serving.guidellm import figures_of
 from benchmarks.serving.rows import COLUMNS
-from benchmarks.serving.server import running
 from benchmarks.sweeps.rows import read
 from robustness.tiny_model import ENGINE, tiny_model
+from shadowkv.bench.server_process import running
 
 SIZES = ["prompt=24", "answer=6", "requests=8", "rate=20", "at_once=6", "long_prompt=200", "long_requests=2"]
 SIZES += ["long_rate=8", "mixed_rate=12", "mixed_seconds=1", "mixed_prompt=300", "mixed_every=0.5"]

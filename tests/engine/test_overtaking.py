@@ -1,4 +1,4 @@
-"""Short prompts are computed while a long one is paused: it gets its share of the time, nothing leaks, no answer changes."""
+"""Short prompts are computed while a long one is paused: it gets its share, nothing leaks, and no answer changes."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.models.loader import load_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache import protocol
 from shadowkv.prefix_cache.cache import PrefixSegment
@@ -149,14 +149,7 @@ class EngineClient:
     @classmethod
     def of_process(cls, facts: EngineFacts, folder: str) -> EngineClient:
         """The client of an engine whose process has started."""
-        config = facts.config
-        tokenizer = load_tokenizer(
-            config.model,
-            load_format=config.load_format,
-            max_model_len=config.max_model_len,
-            hf_overrides=config.overrides,
-        )
-        return cls(facts, tokenizer, folder)
+        return cls(facts, tokenizer_from_config(facts.config), folder)
 
     def describe(self) -> list[str]:
         """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""

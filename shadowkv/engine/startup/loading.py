@@ -21,7 +21,8 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
-from shadowkv.models.loader import LoadedModel, load_model
+from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.registry import Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
 
@@ -115,6 +116,16 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         group=group,
+    )
+
+
+def tokenizer_from_config(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of the model that ``config`` names, for a process without it; raises as loading the model does."""
+    return load_tokenizer(
+        config.model,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+        hf_overrides=config.overrides,
     )
 
 

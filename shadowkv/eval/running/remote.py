@@ -21,7 +21,8 @@ from shadowkv.wording import counted
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokeniser of a catalogue name, directory, .gguf file or hub id.
+    """The tokeniser of a catalogue name, directory, .gguf file or hub id; of a directory that may be of a model which
+    a server runs and this engine cannot.
 
     Raises OSError or ValueError as ``load_model`` does.
     """

@@ -21,8 +21,13 @@ LAST_LINES = 15
 @contextmanager
 def running(
     command: Sequence[str], base_url: str, log: Path, environment: Mapping[str, str], timeout: float = 600.0
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """A server that answers ``base_url``/models, for as long as the block lasts; what it prints goes to ``log``.
+
+    Args:
+        command: of its process, which the block is given.
+        environment: what is added to this process's own.
+        timeout: seconds that it may take to answer.
 
     Raises RuntimeError with the end of its log if it ends before, or takes longer than ``timeout`` seconds; and if
     something else answers there already.
@@ -42,7 +47,7 @@ def running(
         )
         try:
             _wait(process, base_url, log, timeout)
-            yield
+            yield process
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
