@@ -32,6 +32,8 @@ class ModelShape:
         num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
         head_dim: dimensions of one head.
         kinds: the kind of every layer; empty where all of them see everything.
+        key_bias: whether a bias is added to keys before RoPE, as in Qwen2: it may be far larger than what differs
+            between them.
     """
 
     num_layers: int
@@ -39,6 +41,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kinds: tuple[LayerKind, ...] = ()
+    key_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.kinds and len(self.kinds) != self.num_layers:

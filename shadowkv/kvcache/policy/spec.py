@@ -78,6 +78,7 @@ class KVSpec:
             share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
         centred: whether coded keys are stored without the mean key of their prompt, subtracted before RoPE:
             for the same error they need about one bit less. Its share of the logits is added when they are attended to.
+            None is where the model's keys have a bias, without which nothing is left of them in few bits.
         skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
             device, all of them attended to (TurboQuant in vLLM has 2).
     """
@@ -97,7 +98,7 @@ class KVSpec:
     dense_below: int | None = None
     prefill: str | None = None
     prefill_error: float = PREFILL_ERROR
-    centred: bool = False
+    centred: bool | None = None
     skip_layers: int = 0
 
     def contradictions(self, shape: ModelShape) -> list[str]:

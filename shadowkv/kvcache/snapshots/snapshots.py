@@ -172,7 +172,8 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
             for name, value in {**asdict(spec), "prefill_error": error}.items()
             if LATER.get(name) != value
         },
-        "shape": {name: value for name, value in asdict(layout.shape).items() if value != ()},
+        # What key_bias decides is in the policy.
+        "shape": {name: value for name, value in asdict(layout.shape).items() if value != () and name != "key_bias"},
         "rope": asdict(rope),
         "dtype": str(layout.dtype),
         "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),

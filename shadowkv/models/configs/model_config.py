@@ -113,7 +113,8 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """What a cache has to know about the model."""
-        return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim, self.layer_kinds)
+        heads = self.num_query_heads, self.num_kv_heads
+        return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
         """The config with its window as a limit.
