@@ -60,6 +60,14 @@ def test_parameters(post, engine, endpoint, name, value):
     assert not engine.prompts
 
 
+def test_fewer_tokens_fit_than_an_answer_must_have(post, engine):
+    """How many fit is known once the prompt's tokens are counted."""
+    engine.max_model_len = 64
+    error = error_of(post("completions", prompt=[5] * 63, min_tokens=2))
+    assert error["param"] == "min_tokens" and "between 0 and max_tokens" in error["message"]
+    assert not engine.prompts
+
+
 def test_what_nobody_knows_has_no_effect_and_is_told_once(post, call, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "shadowkv.serve.request_log")  # a command that ran here may have turned it on
     monkeypatch.setattr(unknown, "_told", set())

@@ -9,6 +9,7 @@ import logging
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -58,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(str(error), param=error.param)
+    if isinstance(error, PydanticCustomError):  # a parameter that could only be checked with the prompt's length
+        return ApiError(error.message(), param=(error.context or {}).get("param"))
     if isinstance(error, EngineDead):
         return ApiError(str(error), status=503, code="engine_dead")
     if isinstance(error, EngineBusy):
