@@ -17,8 +17,8 @@ def main() -> int:
     if torch.version.cuda is None or has_nvidia_gpu():
         return 0
     print(
-        f"error: this machine has no NVIDIA GPU, yet pip chose torch {torch.__version__}, a CUDA build, with gigabytes of "
-        "libraries.\nPoint it at a CPU build (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL), delete .venv and try again.",
+        f"error: this machine has no NVIDIA GPU, yet pip chose torch {torch.__version__}, a CUDA build, with gigabytes "
+        "of libraries.\nPoint it at a CPU build (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL), delete .venv and try again.",
         file=sys.stderr,
     )
     return 1

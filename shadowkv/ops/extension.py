@@ -51,7 +51,7 @@ def cpu_missing() -> list[str]:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error}")]
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
         _attend_selected,
         _dequantise_blocks,
@@ -134,7 +134,7 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error}")]
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     if lacking := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
         return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
     for op in fakes:
