@@ -75,12 +75,12 @@ clean: ## Remove builds and caches (not .venv)
 	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find shadowkv tests scripts benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and alone: a pinned build, in place before anything that depends on it is resolved.
+# torch first: a pinned build, in place before anything that depends on it is resolved; without NumPy it warns.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.
 # The CUDA ops before, where their progress is seen: pip shows nothing of a build, and finds them up to date.
 .venv/.installed: pyproject.toml setup.py constraints.txt $(CSRC)
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PIP_INSTALL) torch setuptools
+	$(PIP_INSTALL) torch numpy setuptools
 	$(PY) scripts/check_cpu_install.py
 	$(PY) scripts/set_up_cuda.py --no-compile -c constraints.txt
 	$(PIP_INSTALL) --no-build-isolation -e '.[json,page]'

@@ -51,6 +51,14 @@ def extensions() -> list[Extension]:
     return [cpu]
 
 
+def check_cuda() -> None:
+    """Raises RuntimeError where no GPU would be used."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a CPU build")
+
+
 class BuildIfPossible(build_ext):
     def run(self) -> None:
         super().run()
@@ -59,7 +67,7 @@ class BuildIfPossible(build_ext):
             return
         try:
             if choice != "yes":
-                CUDA_BUILDER["check_torch"]()
+                check_cuda()
             libraries = CUDA_BUILDER["build"]()
         except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             if choice == "yes":

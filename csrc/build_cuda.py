@@ -38,15 +38,13 @@ def choice() -> str:
 
 
 def check_torch() -> None:
-    """Raises RuntimeError where the torch that is installed cannot run the ops."""
+    """Raises RuntimeError where the torch that is installed is too old to compile the ops against, or to load them."""
     import torch
 
-    if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} is a CPU build")
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version < FINDER["OLDEST_TORCH"]:
         oldest = ".".join(map(str, FINDER["OLDEST_TORCH"]))
-        raise RuntimeError(f"they need torch {oldest} or later, this is {torch.__version__}")
+        raise RuntimeError(f"the CUDA ops need torch {oldest} or later, this is {torch.__version__}")
 
 
 def find_compiler():  # type: ignore[no-untyped-def]
@@ -75,9 +73,11 @@ def compile_flags() -> list[str]:
 
 def build(names: list[str] | None = None, target: Path = TARGET, work: Path = WORK) -> Path:
     """Compiles ``names``, ops or files (None: all ops), into ``target``/<name>.so where sources have changed, and
-    returns ``target``; logs stay in ``work``. Raises OSError or CalledProcessError where that fails."""
+    returns ``target``; logs stay in ``work``. Raises OSError,
+    RuntimeError or CalledProcessError where that fails."""
     import torch
 
+    check_torch()
     compiler, ninja, home = find_compiler(), FINDER["find_ninja"](), Path(torch.__file__).parent
     flags = " ".join(
         [
@@ -145,7 +145,7 @@ def main() -> int:
         build(given.names or None, *((given.to.resolve(),) * 2 if given.to else ()))
     except subprocess.CalledProcessError as error:
         return error.returncode  # ninja has said why
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -54,7 +54,7 @@ def build(pip_options: list[str]) -> None:
     except FINDER["CompilerNotFound"] as error:
         if int((torch.version.cuda or "0").partition(".")[0]) != FINDER["PYPI_MAJOR"]:
             raise
-        print(f"CUDA ops: {error}", flush=True)
+        print(f"CUDA ops: {error}\nDoing so: 271 MB", flush=True)
         subprocess.run([*install, *FINDER["PACKAGES"]], check=True)
         importlib.invalidate_caches()
     print("CUDA ops: compiling takes about five minutes of one core's time", flush=True)

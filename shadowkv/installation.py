@@ -29,12 +29,15 @@ def clone() -> Path | None:
 
 def adding(extra: str) -> str:
     """The command that installs what an extra names: its requirements, so that nothing has to be built or found."""
-    installed = _distribution()
-    if installed is None:
-        return f"{_pip()} {shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
-    marker = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
-    needed = [line.partition(";")[0].strip() for line in installed.requires or () if marker.search(line)]
-    return f"{_pip()} {shlex.join(needed)}"
+    needed = _requirements(extra)
+    return f"{_pip()} {shlex.join(needed) or shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
+
+
+def has(extra: str) -> bool:
+    """Whether all that an extra requires is installed, in whatever version."""
+    needed = _requirements(extra)
+    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in needed]
+    return bool(names) and all(_distribution(name) for name in names)
 
 
 def building_cpu() -> str:
@@ -54,6 +57,13 @@ def _again() -> str:
     return "install a wheel that has them, as 'make wheel' in a clone makes it"
 
 
+def _requirements(extra: str) -> list[str]:
+    """What an extra names; nothing where that is not known, in a clone on the path."""
+    installed, marker = _distribution(), re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
+    lines = (installed and installed.requires) or ()
+    return [line.partition(";")[0].strip() for line in lines if marker.search(line)]
+
+
 def _source() -> Path | None:
     """The folder or sdist that pip built this installation from; None for a wheel."""
     installed = _distribution()
@@ -64,10 +74,10 @@ def _source() -> Path | None:
     return None if url.scheme != "file" or url.path.endswith(".whl") else Path(url2pathname(url.path))
 
 
-def _distribution() -> Distribution | None:
+def _distribution(name: str = NAME) -> Distribution | None:
     try:
-        return distribution(NAME)
-    except PackageNotFoundError:  # a clone on the path
+        return distribution(name)
+    except PackageNotFoundError:  # our own is not installed where a clone is on the path
         return None
 
 

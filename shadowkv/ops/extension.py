@@ -25,7 +25,7 @@ HOPPER = (9, 0)
 
 
 class Unbuilt(str):
-    """Why a library cannot be used, where building it again would help."""
+    """Why a library cannot be used that this machine could use: it has to be built, or for another torch."""
 
 
 def torch_version() -> tuple[int, int]:
@@ -127,7 +127,7 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
     if capability not in (None, present):
         return [f"compute capability {dotted(present)} is not {dotted(capability or present)}"]
     if torch_version() < OLDEST_TORCH:
-        return [f"CUDA ops need torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}"]
+        return [Unbuilt(f"CUDA ops need torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}")]
     path = CUDA_FOLDER / f"{name}.so"
     if not path.exists():
         return [Unbuilt("not built")]
