@@ -5,6 +5,7 @@ Needs a CUDA compiler, which ``make test-slow`` installs, and no GPU; takes abou
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 CSRC = Path(__file__).parent.parent / "csrc"
 BUILDER = runpy.run_path(str(CSRC / "build_cuda.py"))
@@ -64,3 +66,20 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
         spilled = [(name, max(map(int, count))) for name, *count in kernels if count != ["0", "0"]]
         for name, most in spilled:
             assert most <= max((allowed for form, allowed in SPILLING.items() if form.search(name)), default=0), name
+
+
+def test_the_compiler_of_pypi_makes_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a driver and without a toolkit: compiled for every GPU, and linked."""
+    compilers = BUILDER["FINDER"]["_compilers"]
+    of_pypi = [compiler for compiler in compilers() if compiler.origin == "PyPI's packages"]
+    assert of_pypi, "make test-slow installs them: the extra nvcc"
+    monkeypatch.setitem(compilers.__globals__, "_compilers", lambda: of_pypi)
+    BUILDER["build"](["fetch_chunks"], tmp_path / "libraries", tmp_path / "work")
+    built = tmp_path / "libraries/fetch_chunks.so"
+    assert json.loads((built.parent / "built.json").read_text())["nvcc"] == of_pypi[0].version
+    try:
+        torch.ops.load_library(str(built))
+    except OSError as error:  # a torch without CUDA has no streams; the libraries that it needs are found
+        assert torch.version.cuda is None and "undefined symbol: aoti_torch_get_current_cuda_stream" in str(
+            error.__cause__
+        )

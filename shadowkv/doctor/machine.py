@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -21,7 +20,7 @@ from shadowkv import __version__
 from shadowkv.installation import adding, clone, has
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.ops.cuda_compiler import OLDEST_TORCH, CompilerNotFound, find_compiler, find_ninja
-from shadowkv.ops.extension import CUDA_FOLDER, cpu_library, cpu_missing, dotted
+from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_missing, cuda_of_driver, dotted
 
 DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("json", "page", "hf", "eval", "otel", "ray")
@@ -85,7 +84,7 @@ class Machine:
             torch=torch.__version__,
             triton=_version("triton"),
             cuda_runtime=torch.version.cuda,
-            driver=driver,
+            driver=driver and f"{driver}{f', CUDA {dotted(cuda)}' if (cuda := cuda_of_driver()) else ''}",
             gpus=gpus,
             gpu_problem=None if gpus or driver is None else _gpu_problem(),
             cuda_compiler=_cuda_compiler(),
@@ -140,10 +139,10 @@ def _cpp_compiler() -> str:
 
 
 def _cuda_ops() -> str:
-    libraries, about = sorted(path.stem for path in CUDA_FOLDER.glob("*.so")), CUDA_FOLDER / "built.json"
+    libraries, built = sorted(path.stem for path in CUDA_FOLDER.glob("*.so")), built_with()
     if not libraries:
         return "not built"
-    nvcc = f" with nvcc {json.loads(about.read_text())['nvcc']}" if about.is_file() else ""
+    nvcc = f" with nvcc {built}" if built else ""
     return (
         f"{len(libraries)} libraries, built{nvcc}, for torch {dotted(OLDEST_TORCH)} and later: {', '.join(libraries)}"
     )

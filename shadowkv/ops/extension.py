@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -104,6 +105,19 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
     return blocks.new_empty(len(blocks), columns_of(blocks, form), dtype=torch.float32)
 
 
+def built_with() -> str | None:
+    """The version of nvcc that made the CUDA libraries, of CUDA and its release; None where it was not noted."""
+    about = CUDA_FOLDER / "built.json"
+    return str(json.loads(about.read_text())["nvcc"]) if about.is_file() else None
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The version of CUDA that the driver runs; None where torch is a CPU build."""
+    ask: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
+    number = 0 if ask is None else int(ask())
+    return (number // 1000, number % 1000 // 10) if number else None
+
+
 def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
     """The reason if there is no CUDA device of compute capability ``least`` or later, otherwise nothing."""
     if not torch.cuda.is_available():
@@ -128,9 +142,11 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
         return [f"compute capability {dotted(present)} is not {dotted(capability or present)}"]
     if torch_version() < OLDEST_TORCH:
         return [Unbuilt(f"CUDA ops need torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}")]
-    path = CUDA_FOLDER / f"{name}.so"
+    path, built, driver = CUDA_FOLDER / f"{name}.so", built_with(), cuda_of_driver()
     if not path.exists():
         return [Unbuilt("not built")]
+    if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
+        return [Unbuilt(f"built with CUDA {built}, which the driver, of CUDA {dotted(driver)}, does not run")]
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

@@ -104,6 +104,19 @@ def test_an_older_torch_is_told(hopper: Path, monkeypatch: pytest.MonkeyPatch) -
     assert choice.reason == "cuda: CUDA ops need torch 2.11 or later, this is 2.9.1+cu128"
 
 
+def test_libraries_of_a_later_cuda_than_the_drivers_are_left(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hopper / "sign_scores.so").write_bytes(b"none")
+    (hopper / "built.json").write_text('{"nvcc": "13.0.88", "torch": "2.13.0"}')
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason == "cuda: built with CUDA 13.0.88, which the driver, of CUDA 12.4, does not run"
+    assert choice.remedy is not None
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020)
+    extension.cuda_missing.cache_clear()
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason is not None and "cannot be loaded" in choice.reason
+
+
 def test_an_older_gpu_has_nothing_to_do(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     text = as_text(MACHINE, choices())
