@@ -13,13 +13,19 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu sanitize lint format docs clean
+.PHONY: help serve wheel test test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
+
+# In folders of its own: what an earlier build left in build/lib would go into the wheel.
+wheel: .venv/.installed .venv/.installed-nvcc ## Make a wheel with the C++ and the CUDA ops, in dist: it installs where no compiler is
+	rm -rf build/lib* build/bdist*
+	$(PY) csrc/build_cuda.py
+	SHADOWKV_CUDA_OPS=yes $(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 # One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
 # tests/conftest.py, not those with the most tests first.
@@ -31,6 +37,13 @@ test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some
 # Ray is installed for these alone: without it its tests would be skipped.
 test-slow: .venv/.installed-test-slow ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers
 	$(RUN_TESTS) -m slow $(ARGS)
+
+# What has changed since the last commit that landed; whole libraries, with every optimisation, are for make test-slow.
+check-cuda: ## Compile the CUDA sources that differ from main's, or from those of the last commit, without a GPU
+	@changed=$$($(PY) scripts/changed_kernels.py) && { test -z "$$changed" || $(MAKE) compile-cuda OPS="$$changed"; }
+
+compile-cuda: .venv/.installed-nvcc
+	$(PY) csrc/build_cuda.py --check $(OPS)
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py
@@ -62,14 +75,15 @@ clean: ## Remove builds and caches (not .venv)
 	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find shadowkv tests scripts benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and alone: a pinned build, in place before anything that depends on it is resolved.
+# torch first: a pinned build, in place before anything that depends on it is resolved; without NumPy it warns.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.
+# The CUDA ops before, where their progress is seen: pip shows nothing of a build, and finds them up to date.
 .venv/.installed: pyproject.toml setup.py constraints.txt $(CSRC)
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PIP_INSTALL) torch setuptools
-	$(PIP_INSTALL) --no-build-isolation -e .
+	$(PIP_INSTALL) torch numpy setuptools
 	$(PY) scripts/check_cpu_install.py
-	$(PY) -m shadowkv.ops.extension
+	$(PY) scripts/set_up_cuda.py --no-compile -c constraints.txt
+	$(PIP_INSTALL) --no-build-isolation -e '.[json,page]'
 	touch $@
 
 # What the installed package asks for: with -e the C++ ops would be built once more.

@@ -1,17 +1,22 @@
-"""Package discovery and the C++ extension. The metadata is in pyproject.toml.
+"""Package discovery, the C++ extension and the CUDA ops. The metadata is in pyproject.toml.
 
-The extension, shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not
-importable while building, it is left out, and those ops run in PyTorch. The CUDA ops, shadowkv/_cuda/*.so, are built
-where torch is a CUDA build and nvcc and ninja are installed.
+The extension, shadowkv/_cpu_torch<version>.*.so, holds faster CPU backends of some ops; without a compiler, or where
+torch is not importable while building, it is left out, and those ops run in PyTorch. The CUDA ops, shadowkv/_cuda/*.so,
+are built (csrc/build_cuda.py) where torch is a CUDA build and a CUDA compiler that fits it and ninja are installed, and
+otherwise left out. With SHADOWKV_CUDA_OPS=yes they are built for any torch, and the build fails if they cannot be; with
+"no" they are left out.
 """
 
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+
+CUDA_BUILDER = runpy.run_path("csrc/build_cuda.py")
 
 
 def skip(reason: object) -> None:
@@ -23,6 +28,7 @@ def extensions() -> list[Extension]:
         skip("its sources need GCC or Clang")
         return []
     try:
+        import torch
         from torch.utils.cpp_extension import include_paths, library_paths
     except ImportError as error:
         skip(f"{error}; install torch, then build with --no-build-isolation")
@@ -30,8 +36,9 @@ def extensions() -> list[Extension]:
     # OpenMP is compiled for but not linked: the symbols come with libtorch_cpu. A second OpenMP runtime would bring a
     # second pool of threads, and waiting threads spin.
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    major, minor = torch.__version__.split(".")[:2]
     cpu = Extension(
-        "shadowkv._cpu",
+        f"shadowkv._cpu_torch{major}_{minor}",  # PyTorch's interface in C++ changes with each minor version
         sources=sorted(map(str, Path("csrc/cpu").rglob("*.cpp"))),
         depends=[*map(str, Path("csrc").glob("*.h")), *map(str, Path("csrc/cpu").rglob("*.h"))],
         include_dirs=["csrc", *include_paths()],
@@ -44,24 +51,31 @@ def extensions() -> list[Extension]:
     return [cpu]
 
 
+def check_cuda() -> None:
+    """Raises RuntimeError where no GPU would be used."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a CPU build")
+
+
 class BuildIfPossible(build_ext):
     def run(self) -> None:
         super().run()
+        choice = CUDA_BUILDER["choice"]()
+        if choice == "no":
+            return
         try:
-            self.build_cuda()
-        except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no torch, nvcc, ninja …
+            if choice != "yes":
+                check_cuda()
+            libraries = CUDA_BUILDER["build"]()
+        except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            if choice == "yes":
+                raise
             print(f"shadowkv: CUDA ops left out: {error}", file=sys.stderr)
-
-    def build_cuda(self) -> None:
-        import torch
-
-        if torch.version.cuda is None:
-            raise RuntimeError("torch is a CPU build (python csrc/build_cuda.py builds them all the same)")
-        package = Path("shadowkv" if self.inplace else self.build_lib, "" if self.inplace else "shadowkv")
-        builder = runpy.run_path("csrc/build_cuda.py")
-        builder["build"](
-            list(builder["bindings"]()), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda"
-        )
+            return
+        if not self.inplace:  # they are built in the tree, where the next build finds what has not changed
+            shutil.copytree(libraries, Path(self.build_lib, "shadowkv", libraries.name), dirs_exist_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         try:

@@ -19,10 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from shadowkv.installation import adding
+
 try:
     import atheris
 except ImportError:
-    sys.exit("fuzz_guided.py: the atheris library is missing: pip install shadowkv-engine[fuzz]")
+    sys.exit(f"fuzz_guided.py: the atheris library is missing: {adding('fuzz')}")
 with atheris.instrument_imports(include=["shadowkv", "jinja2", "gguf"]):
     from robustness import fuzz_files
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": "memory, largest batch and time floor of cache policies",
     "bench": "measure a running server",
     "ray": "several replicas on Ray: one server, or a batch file",
+    "doctor": "which backend each op runs in here, why no faster one, and what to do",
     "cache": "list, verify, prune, export and import cached prompts on disk",
 }
 

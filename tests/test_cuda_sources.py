@@ -1,32 +1,31 @@
 """The CUDA sources compile for every GPU that they are built for, and kernels spill no registers on a Hopper.
 
-Without what makes a library of it: the front end sees the bindings' host code, and nothing is linked. Needs nvcc and no
-GPU; takes about three minutes of CPU time.
+Needs a CUDA compiler, which ``make test-slow`` installs, and no GPU; takes about three minutes of CPU time.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 CSRC = Path(__file__).parent.parent / "csrc"
 BUILDER = runpy.run_path(str(CSRC / "build_cuda.py"))
-NVCC = BUILDER["find_nvcc"]()
 SOURCES = BUILDER["bindings"]()
 SOURCES["attend_codecs"] = CSRC.parent / "tests/ops/own_codecs/attend_codecs.cu"
-TUNED_FOR = "sm_90a"
+TUNED_FOR = BUILDER["TUNED_FOR"]
 LONGEST = ("attend_latents_sm90", TUNED_FOR)
 """A third of all: begun first and asked for last, so that nothing waits for it alone."""
 
-CASES = [(op, gpu) for op in SOURCES for gpu in ("sm_80", TUNED_FOR) if (op, gpu) != ("attend_codecs", TUNED_FOR)]
+CASES = [(op, gpu) for op in SOURCES for gpu in BUILDER["GPUS"] if (op, gpu) != ("attend_codecs", TUNED_FOR)]
 """The tests' own codecs have nothing that is for one GPU alone."""
 CASES.sort(key=LONGEST.__eq__)
 
@@ -39,7 +38,7 @@ keys, read an address back once a page: with five blocks a multiprocessor they w
 faster than with three that kept all in registers. Of attention over mixed latents with more than four queries a head
 those warps spill that turn queries, for which nobody waits: with registers that the others lack it was 4 % slower."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(NVCC is None, reason="needs nvcc")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +46,12 @@ def compiled(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[tuple[str, str], Future[CompletedProcess[str]]]]:
     folder = tmp_path_factory.mktemp("cubins")
-
-    def compile_one(op: str, gpu: str) -> CompletedProcess[str]:
-        target = ["-cubin", f"-arch={gpu}", str(SOURCES[op]), "-o", str(folder / f"{op}.{gpu}")]
-        # Optimising takes most of the time of the largest sources, and no register is counted there.
-        fast = [] if gpu == TUNED_FOR else ["--Ofast-compile=max"]
-        return subprocess.run([NVCC, *BUILDER["compile_flags"](), *fast, *target], capture_output=True, text=True)
-
+    BUILDER["find_compiler"]()  # raises where there is none, and says what to install
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield {case: threads.submit(compile_one, *case) for case in (LONGEST, *CASES[:-1])}
+        yield {
+            (op, gpu): threads.submit(BUILDER["compile_for"], SOURCES[op], gpu, folder / f"{op}.{gpu}")
+            for op, gpu in (LONGEST, *CASES[:-1])
+        }
 
 
 @pytest.mark.parametrize(("op", "gpu"), CASES)
@@ -70,3 +66,20 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
         spilled = [(name, max(map(int, count))) for name, *count in kernels if count != ["0", "0"]]
         for name, most in spilled:
             assert most <= max((allowed for form, allowed in SPILLING.items() if form.search(name)), default=0), name
+
+
+def test_the_compiler_of_pypi_makes_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a driver and without a toolkit: compiled for every GPU, and linked."""
+    compilers = BUILDER["FINDER"]["_compilers"]
+    of_pypi = [compiler for compiler in compilers() if compiler.origin == "PyPI's packages"]
+    assert of_pypi, "make test-slow installs them: the extra nvcc"
+    monkeypatch.setitem(compilers.__globals__, "_compilers", lambda: of_pypi)
+    BUILDER["build"](["fetch_chunks"], tmp_path / "libraries", tmp_path / "work")
+    built = tmp_path / "libraries/fetch_chunks.so"
+    assert json.loads((built.parent / "built.json").read_text())["nvcc"] == of_pypi[0].version
+    try:
+        torch.ops.load_library(str(built))
+    except OSError as error:  # a torch without CUDA has no streams; the libraries that it needs are found
+        assert torch.version.cuda is None and "undefined symbol: aoti_torch_get_current_cuda_stream" in str(
+            error.__cause__
+        )

@@ -86,7 +86,7 @@ def check(logits: Tensor, lse: Tensor, selected: Tensor, budget: Tensor, k: int)
     torch.testing.assert_close(best, exact, atol=2e-5, rtol=0)
 
 
-@bench(SELECTED, cuda.available)
+@bench(SELECTED, lambda: not cuda.missing())
 def select_top_chunks(case: tuple[int, int, int, int]) -> list[Row]:
     """One row of the table."""
     rows, tokens, chunk, k = case

@@ -55,7 +55,7 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
     assert torch.equal(fetched.view(torch.uint8), expected.view(torch.uint8))
 
 
-@bench(CASES, cuda.available)
+@bench(CASES, lambda: not cuda.missing())
 def fetch_chunks(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
     """Rows of the table: one for every share."""
     rows, tokens, k, chunk, width, dtype = case

@@ -84,7 +84,7 @@ def check_scores(args: tuple[Tensor, ...], scores: Tensor) -> None:
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
 
-@bench(SCORED, lambda: scores_cuda.available() and queries_cuda.available())
+@bench(SCORED, lambda: not scores_cuda.missing() and not queries_cuda.missing())
 def sign_scores(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
@@ -149,7 +149,7 @@ def check_selection(args: tuple, selected: Tensor) -> None:
         assert common >= 0.97 * len(own), f"{common} of {len(own)} chunks are right"
 
 
-@bench(SELECTED, select_cuda.available)
+@bench(SELECTED, lambda: not select_cuda.missing())
 def select_by_sketch(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, chunk, budget, sampled = case

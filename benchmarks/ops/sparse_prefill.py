@@ -32,7 +32,7 @@ LISTS = [(keys, density) for keys in KEYS for density in (0.05, 0.1, 0.2, 1.0)]
 
 def backends(triton: ModuleType, cuda: ModuleType) -> dict[str, ModuleType]:
     """The available ones of an op, by name."""
-    return {"triton": triton} | ({"cuda": cuda} if cuda.available() else {})
+    return {"triton": triton} | ({"cuda": cuda} if not cuda.missing() else {})
 
 
 def check_scores(scores: Tensor, q: Tensor, k: Tensor, sampled: Tensor) -> None:

@@ -1,41 +1,58 @@
-"""Loads the compiled backends; ``python -m shadowkv.ops.extension`` lists which of them are available."""
+"""Loads the compiled backends, and says why one cannot be used: for ``registry.Ops``, and for those who start it."""
 
 from __future__ import annotations
 
-import sys
-import warnings
+import json
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
 from shadowkv.ops.dequantise_blocks.reference import columns_of
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN
 
-NAME = "shadowkv._cpu"
+PACKAGE = Path(__file__).resolve().parent.parent
 
-CUDA_FOLDER = Path(__file__).resolve().parent.parent / "_cuda"
+CUDA_FOLDER = PACKAGE / "_cuda"
 """Libraries of the CUDA backends, one per op (``csrc/build_cuda.py``)."""
+
+HOPPER = (9, 0)
+"""The compute capability that kernels with wgmma are built for."""
+
+
+class Unbuilt(str):
+    """Why a library cannot be used that this machine could use: it has to be built, or for another torch."""
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of the torch that runs."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def cpu_library() -> Path:
+    """Where the library of the C++ backends is, if it was built: for this Python and this minor version of torch, whose
+    interface in C++ changes with each."""
+    major, minor = torch_version()
+    return PACKAGE / f"_cpu_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
 
 
 @cache
-def load_cpu() -> bool:
-    """Makes ``torch.ops.shadowkv`` available; False if the extension was not built.
-
-    Warns if it was built for another torch and cannot be loaded, or from older sources and lacks an op.
-    """
-    spec = find_spec(NAME)
-    if spec is None or spec.origin is None:
-        return False
+def cpu_missing() -> list[str]:
+    """Makes ``torch.ops.shadowkv`` available; the reason if it cannot, otherwise nothing."""
+    path = cpu_library()
+    if not path.exists():
+        others = sorted(other.name for other in PACKAGE.glob("_cpu_torch*.so"))
+        return [Unbuilt(f"not built for torch {torch.__version__}, but {', '.join(others)}" if others else "not built")]
     try:
-        torch.ops.load_library(spec.origin)
+        torch.ops.load_library(str(path))
     except OSError as error:
-        warnings.warn(f"{spec.origin} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
-        return False
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
         _attend_selected,
         _dequantise_blocks,
@@ -45,12 +62,16 @@ def load_cpu() -> bool:
         _sign_scores,
     )
     fakes = {fake.__name__[1:]: fake for fake in functions}
-    if not all(hasattr(torch.ops.shadowkv, name) for name in fakes):
-        warnings.warn(f"{spec.origin} is of an older version, reinstall shadowkv", stacklevel=2)
-        return False
+    if lacking := [name for name in fakes if not hasattr(torch.ops.shadowkv, name)]:
+        return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
     for name, fake in fakes.items():
         torch.library.register_fake(f"shadowkv::{name}", fake)
-    return True
+    return []
+
+
+def load_cpu() -> bool:
+    """Whether the C++ backends can be used."""
+    return not cpu_missing()
 
 
 def block_memory(device: torch.device) -> int:
@@ -84,39 +105,59 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
     return blocks.new_empty(len(blocks), columns_of(blocks, form), dtype=torch.float32)
 
 
-@cache
-def load_cuda(name: str, *fakes: str) -> bool:
-    """Loads the library of a CUDA backend; False if it was not built or there is no GPU.
+def built_with() -> str | None:
+    """The version of nvcc that made the CUDA libraries, of CUDA and its release; None where it was not noted."""
+    about = CUDA_FOLDER / "built.json"
+    return str(json.loads(about.read_text())["nvcc"]) if about.is_file() else None
 
-    Warns if it cannot be loaded, or was built from older sources and lacks an op. ``fakes`` are its ops in
-    ``torch.ops.shadowkv_cuda`` that only write to arguments.
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The version of CUDA that the driver runs; None where torch is a CPU build."""
+    ask: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
+    number = 0 if ask is None else int(ask())
+    return (number // 1000, number % 1000 // 10) if number else None
+
+
+def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
+    """The reason if there is no CUDA device of compute capability ``least`` or later, otherwise nothing."""
+    if not torch.cuda.is_available():
+        return ["there is no CUDA device"]
+    present = torch.cuda.get_device_capability()
+    return [] if present >= least else [f"compute capability {dotted(present)} is below {dotted(least)}"]
+
+
+@cache
+def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = None) -> list[str]:
+    """Loads the library of a CUDA backend; the reason if it cannot be used here, otherwise nothing.
+
+    Args:
+        name: of the library.
+        fakes: its ops in ``torch.ops.shadowkv_cuda``, which only write to arguments.
+        capability: the one compute capability that it runs on; None for all from ``OLDEST_CAPABILITY`` on.
     """
-    path = CUDA_FOLDER / f"{name}.so"
-    if not path.exists() or not torch.cuda.is_available():
-        return False
+    if reasons := gpu_missing(OLDEST_CAPABILITY):
+        return reasons
+    present = torch.cuda.get_device_capability()
+    if capability not in (None, present):
+        return [f"compute capability {dotted(present)} is not {dotted(capability or present)}"]
+    if torch_version() < OLDEST_TORCH:
+        return [Unbuilt(f"CUDA ops need torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}")]
+    path, built, driver = CUDA_FOLDER / f"{name}.so", built_with(), cuda_of_driver()
+    if not path.exists():
+        return [Unbuilt("not built")]
+    if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
+        return [Unbuilt(f"built with CUDA {built}, which the driver, of CUDA {dotted(driver)}, does not run")]
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        warnings.warn(f"{path} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
-        return False
-    if missing := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
-        warnings.warn(f"{path} is of an older version and lacks {', '.join(missing)}, reinstall shadowkv", stacklevel=2)
-        return False
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
+    if lacking := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
+        return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
     for op in fakes:
         torch.library.register_fake(f"shadowkv_cuda::{op}", lambda *_: None)
-    return True
+    return []
 
 
-def main() -> int:
-    """Prints a line per kind of backend; returns the exit status."""
-    if load_cpu():
-        print(f"C++ CPU backends: built, running on {torch.ops.shadowkv.cpu_isa()} here")
-    else:
-        print("C++ CPU backends: not built, ops run in PyTorch (pip install -v --no-build-isolation -e . says why)")
-    built = sorted(path.stem for path in CUDA_FOLDER.glob("*.so"))
-    print(f"CUDA backends: {', '.join(built) or 'not built'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def dotted(version: tuple[int, ...]) -> str:
+    """``9.0``."""
+    return ".".join(map(str, version))

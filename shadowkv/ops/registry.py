@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shadowkv.ops.case import Case
+from shadowkv.ops.extension import Unbuilt
 
 NAMES = (
     "add_rms_norm",
@@ -71,12 +72,14 @@ class Choice:
         function: the op.
         synchronises: whether it makes the host wait for the device.
         reasons: faster backends that are not used, and why: ``name: reason``.
+        unbuilt: why the first of these cannot be used whose library another build would provide; None if there is none.
     """
 
     backend: str
     function: Callable[..., Any]
     synchronises: bool
     reasons: list[str]
+    unbuilt: str | None = None
 
 
 def choose(name: str, device: torch.device | str, case: Case | None = None, override: str | None = None) -> Choice:
@@ -86,18 +89,20 @@ def choose(name: str, device: torch.device | str, case: Case | None = None, over
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
     backends, passed_over = PREFERENCE[kind] if override is None else (override,), list[str]()
+    unbuilt: str | None = None
     for backend in backends:
         path = f"shadowkv.ops.{name}.{backend}"
         if find_spec(path) is None:
             continue
         module = import_module(path)
-        available = getattr(module, "available", lambda: True)()
-        reasons = [] if available else ["not built, or does not run here"]
+        reasons: list[str] = getattr(module, "missing", lambda: [])()
+        if unbuilt is None:
+            unbuilt = next((reason for reason in reasons if isinstance(reason, Unbuilt)), None)
         if not reasons and case is not None:
             reasons = getattr(module, "supports", lambda case: [])(case)
         if not reasons:
             synchronises = getattr(module, "SYNCHRONISES", False)
-            return Choice(backend, getattr(module, name), synchronises, passed_over)
+            return Choice(backend, getattr(module, name), synchronises, passed_over, unbuilt)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
@@ -108,8 +113,8 @@ class Ops:
     its sampler.
 
     Each comes from the fastest backend that the device has and that supports the case. A backend may define
-    ``available()``, whether it was built and runs here, and ``supports(case)``, the reasons why it cannot serve a case,
-    empty if it can. Once chosen, it handles the arguments of each call or raises.
+    ``missing()``, the reasons why it cannot run here, and ``supports(case)``, the reasons why it cannot serve a case;
+    each is empty if it can. Once chosen, it handles the arguments of each call or raises.
 
     Args:
         device: where the ops will run.
@@ -120,6 +125,8 @@ class Ops:
         called: ops of the case; all ops without a case.
         backends: backend by op name.
         reasons: faster backends of each op that are not used, and why: ``name: reason``.
+        unbuilt: ops of ``called`` that would have a faster backend if its library had been built, or could be loaded,
+            and why it is not.
         synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a
             graph.
 
@@ -140,10 +147,13 @@ class Ops:
         self.case, self.called = case, frozenset(NAMES) if case is None else case.ops
         self.backends: dict[str, str] = {}
         self.reasons: dict[str, list[str]] = {}
+        self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
         for name in NAMES:
             choice = choose(name, device, case if name in self.called else None, overrides.get(name))
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
+            if name in self.called and choice.unbuilt is not None:
+                self.unbuilt[name] = choice.unbuilt
             if name in self.called and choice.synchronises:
                 self.synchronising.append(name)
             setattr(self, name, choice.function)

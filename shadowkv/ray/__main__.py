@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from shadowkv.command_line import Parser
+from shadowkv.installation import adding
 
 COMMANDS = {
     "serve": "one server whose requests are answered by several replicas of an engine, on Ray Serve",
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in (None, "ray"):  # Ray without Ray Serve names no module
             raise
-        print(f"error: shadowkv ray {command} needs Ray: pip install 'shadowkv-engine[ray]'", file=sys.stderr)
+        print(f"error: shadowkv ray {command} needs Ray: {adding('ray')}", file=sys.stderr)
         return 2
     return code
 

@@ -20,7 +20,7 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.ops.case import Case
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import Unbuilt, load_cpu
 from shadowkv.ops.registry import NAMES, Ops
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -128,12 +128,31 @@ def test_a_reference_on_a_gpu_is_a_warning_with_its_reason(
     expected: list[str],
 ) -> None:
     for name in ("paged_attention", "sign_scores"):
-        monkeypatch.setattr(f"shadowkv.ops.{name}.cuda.available", lambda: True)
+        monkeypatch.setattr(f"shadowkv.ops.{name}.cuda.missing", lambda: [])
     ops = Ops("cuda", replace(CASE, **changes))
     with caplog.at_level(logging.WARNING):
         assert backend_lines(ops, torch.device("cuda"), eager=False) == expected
     warned = [line.removeprefix("slow    ") for line in expected if line.startswith("slow")]
     assert [record.getMessage() for record in caplog.records] == [f"on a GPU {line}" for line in warned]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ops_without_their_library_are_one_line_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    backend, language, slower, remedy = {
+        "cpu": ("cpu", "C++", "PyTorch", "pip install -v --no-build-isolation"),
+        "cuda": ("cuda", "CUDA", "Triton or PyTorch", "csrc/build_cuda.py"),
+    }[device]
+    for name in ("paged_attention", "sign_scores"):
+        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.missing", lambda: [Unbuilt("not built")])
+    with caplog.at_level(logging.WARNING):
+        lines = backend_lines(Ops(device, CASE), torch.device(device), eager=False)
+    [line] = [line for line in lines if line.startswith("slow")]
+    assert line.startswith(f"slow    paged_attention, sign_scores run in {slower} instead of {language}: not built. ")
+    assert remedy in line
+    [record] = caplog.records
+    assert line.removeprefix("slow    ") in record.getMessage()
 
 
 LLAMA = {

@@ -85,7 +85,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not scaled_matmul.available(), reason="needs a GPU of compute capability 8.9")
+@pytest.mark.skipif(bool(scaled_matmul.missing()), reason="needs a GPU of compute capability 8.9")
 @pytest.mark.parametrize("kv", ["full", "turbo"])
 def test_graphs_and_eager_steps_agree_with_fp8_weights(
     kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

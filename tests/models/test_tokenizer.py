@@ -209,6 +209,10 @@ def test_bos_by_config(tmp_path: Path) -> None:
 def test_template_forms(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     assert write_directory(tmp_path / "a", chat_template=named).apply_chat_template([]) == "yes"
+    two = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0] }} <tool_call>"}]
+    choosing = write_directory(tmp_path / "c", chat_template=two)
+    assert choosing.apply_chat_template([]) == "plain"
+    assert choosing.apply_chat_template([], tools=[{"name": "f"}]) == "{'name': 'f'} <tool_call>"
     (tmp_path / "a" / "chat_template.jinja").write_text("file")
     assert tokenizer_from_directory(tmp_path / "a").apply_chat_template([]) == "file"
     plain = write_directory(tmp_path / "b")

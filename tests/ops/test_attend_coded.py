@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS: list[ModuleType] = [] if INTERPRETED else [reference]
-if not ON_GPU and not INTERPRETED and cpu.available():
+if not ON_GPU and not INTERPRETED and not cpu.missing():
     BACKENDS.append(cpu)
 PAGES = 5
 """Pages of a row."""
@@ -36,7 +36,7 @@ if ON_GPU or INTERPRETED:
 
     kernel = triton
     BACKENDS.append(kernel)
-    if ON_GPU and cuda.available():
+    if ON_GPU and not cuda.missing():
         BACKENDS.append(cuda)
 
 

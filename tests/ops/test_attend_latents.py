@@ -21,9 +21,9 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.attend_coded import triton_selected
 
     BACKENDS.append(triton_selected)
-if ON_GPU and cuda_selected.available():
+if ON_GPU and not cuda_selected.missing():
     BACKENDS.append(cuda_selected)
-if cpu.available() and not INTERPRETED:
+if not cpu.missing() and not INTERPRETED:
     BACKENDS.append(cpu)
 
 FIRST, BEGIN, END = torch.tensor([[PAGE * (PAGES - 1), 0, 0], [8, 0, 24], [PAGE, PAGE * PAGES, 24]])

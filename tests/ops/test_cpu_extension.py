@@ -12,7 +12,7 @@ from test_cpu_attend_selected import Case
 from torch import Tensor
 
 from shadowkv.ops import extension
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import Unbuilt, load_cpu
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cpu
 from shadowkv.ops.sampling import MOST_BITS, Sampling
@@ -141,8 +141,17 @@ def test_an_extension_of_an_older_version_is_told_and_left(monkeypatch):
     def _op_that_came_later() -> None: ...
 
     monkeypatch.setattr(extension, "_sign_scores", _op_that_came_later)
-    with pytest.warns(UserWarning, match="is of an older version, reinstall shadowkv"):
-        assert not load_cpu.__wrapped__()
+    [reason] = extension.cpu_missing.__wrapped__()
+    assert isinstance(reason, Unbuilt)
+    assert reason.endswith("is of an older version and lacks op_that_came_later")
+
+
+def test_an_extension_for_another_torch_is_told_and_left(monkeypatch):
+    built = extension.cpu_library().name
+    monkeypatch.setattr(torch, "__version__", "2.99.1")
+    [reason] = extension.cpu_missing.__wrapped__()
+    assert isinstance(reason, Unbuilt)
+    assert reason.startswith("not built for torch 2.99.1, but _cpu_torch") and built in reason
 
 
 def sketch_case() -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from shadowkv.ops.attend_blocks import cuda_sm90, reference, triton
 from shadowkv.ops.case import Case
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-if not cuda_sm90.available():
+if cuda_sm90.missing():
     pytest.skip("needs a Hopper and the attend_blocks_sm90 library", allow_module_level=True)
 
 Args = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -14,7 +14,7 @@ from shadowkv.ops.attend_coded import cuda_fp8, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.page import PAGE
 
-if not cuda_fp8.available():
+if cuda_fp8.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]

@@ -10,7 +10,7 @@ from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.case import Case
 from shadowkv.ops.registry import Ops
 
-if not cuda_sm90.available():
+if cuda_sm90.missing():
     pytest.skip("needs a Hopper and the attend_latents_sm90 library", allow_module_level=True)
 
 CODES = ("4-bit codes", "3-bit codes", "2-bit codes")

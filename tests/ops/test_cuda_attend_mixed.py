@@ -17,7 +17,7 @@ from shadowkv.ops.attend_coded import cuda_mixed_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
-if not cuda_mixed_sm90.available() or torch.cuda.get_device_capability() != (9, 0):
+if cuda_mixed_sm90.missing() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper, or the op was not built", allow_module_level=True)
 
 DIM, PAGES = 128, 10

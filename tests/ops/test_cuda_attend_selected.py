@@ -16,7 +16,7 @@ from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseR
 from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.page import PAGE
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
 DEVICE = torch.device("cuda")

@@ -9,7 +9,7 @@ from test_cuda_attend_selected import codec_of, problem
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.case import Case
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
 CASE = Case(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shadowkv.ops.fetch_chunks import cuda, reference
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 ROWS = {

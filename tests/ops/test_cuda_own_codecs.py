@@ -19,7 +19,7 @@ PAIRS = [
     ("int8", BLOCK_BYTES),
 ]
 
-if not cuda.available() or not LIBRARY.exists():
+if cuda.missing() or not LIBRARY.exists():
     pytest.skip(
         "needs a CUDA device and csrc/build_cuda.py --to build/tests tests/ops/own_codecs/attend_codecs.cu",
         allow_module_level=True,
@@ -51,7 +51,7 @@ def test_splits_and_weights(seed, monkeypatch, keys, values):
     check(args, attend(args))
 
 
-@pytest.mark.skipif(not cuda_sm90.available(), reason="needs a Hopper and the attend_latents_sm90 library")
+@pytest.mark.skipif(bool(cuda_sm90.missing()), reason="needs a Hopper and the attend_latents_sm90 library")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [4, 7])
 def test_values_go_through_the_kernel_for_hopper(seed, monkeypatch, dim, group):

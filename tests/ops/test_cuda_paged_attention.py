@@ -12,7 +12,7 @@ from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda, reference
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 6, 64), (1, 8, 256), (2, 16, 128)]

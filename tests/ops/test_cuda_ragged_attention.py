@@ -10,7 +10,7 @@ from test_ragged_attention import LENGTHS, packed
 from shadowkv.ops.ragged_attention import cuda_sm90, reference, triton
 from shadowkv.ops.registry import Ops
 
-if not cuda_sm90.available():
+if cuda_sm90.missing():
     pytest.skip("needs a Hopper and the attend_blocks_sm90 library", allow_module_level=True)
 
 

@@ -10,7 +10,7 @@ from shadowkv.ops.quantise_tokens import reference as quantise_reference
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("needs a GPU of compute capability 8.9", allow_module_level=True)
 
 DEVICE = torch.device("cuda")

@@ -12,7 +12,7 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.select_blocks import cuda_sm90, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LEAST_BLOCKS, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
-if not cuda_sm90.available():
+if cuda_sm90.missing():
     pytest.skip("needs a Hopper and the score_blocks_sm90 library", allow_module_level=True)
 
 LENGTHS = [  # queries, keys

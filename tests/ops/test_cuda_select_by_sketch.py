@@ -14,7 +14,7 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, decode_scale, pac
 from shadowkv.ops.sketch_queries import cuda as making
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
-if not all(op.available() for op in (cuda, making, scoring)):
+if any(op.missing() for op in (cuda, making, scoring)):
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 

@@ -10,7 +10,7 @@ from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.sign_scores import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
-if not cuda.available():
+if cuda.missing():
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 

@@ -14,7 +14,7 @@ from shadowkv.ops.sign_scores.reference import pack_sketch
 from shadowkv.ops.sketch_queries import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-if not (cuda.available() and scoring.available() and selecting.available()):
+if cuda.missing() or scoring.missing() or selecting.missing():
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 

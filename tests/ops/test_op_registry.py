@@ -14,6 +14,7 @@ from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
 from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
+from shadowkv.ops.extension import Unbuilt
 from shadowkv.ops.fused_attention import FEWEST_TILES
 from shadowkv.ops.registry import NAMES, Ops
 
@@ -37,12 +38,12 @@ SHARD = {"key_codec": 19, "value_codec": 13}
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backend is there, as on a GPU with all that can be installed."""
-    if not attend_selected.available():  # whose kernels' need of memory only their library knows
+    if attend_selected.missing():  # whose kernels' need of memory only their library knows
         monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
     for path, name in BACKENDS.items():
         module = import_module(f"shadowkv.ops.{name}.{path.stem}")
-        if hasattr(module, "available"):
-            monkeypatch.setattr(module, "available", lambda: True)
+        if hasattr(module, "missing"):
+            monkeypatch.setattr(module, "missing", lambda: [])
 
 
 def test_every_folder_is_a_known_op_with_a_reference() -> None:
@@ -60,10 +61,21 @@ def test_every_op_has_a_backend_on_every_device_type(device: torch.device | str)
 
 
 def test_what_is_not_built_is_passed_over_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.ops.sign_scores.cuda.available", lambda: False)
+    monkeypatch.setattr("shadowkv.ops.sign_scores.cuda.missing", lambda: [Unbuilt("not built")])
+    monkeypatch.setattr("shadowkv.ops.sketch_queries.cuda.missing", lambda: ["no tensor cores"])
     ops = Ops("cuda")
-    assert ops.backends["sign_scores"] == "reference"
-    assert ops.reasons["sign_scores"] == ["cuda: not built, or does not run here"]
+    assert ops.backends["sign_scores"] == ops.backends["sketch_queries"] == "reference"
+    assert ops.reasons["sign_scores"] == ["cuda: not built"]
+    assert ops.reasons["sketch_queries"] == ["cuda: no tensor cores"]
+    assert ops.unbuilt["sign_scores"] == "not built"
+    assert "sketch_queries" not in ops.unbuilt
+
+
+def test_backends_say_what_they_lack_in_one_way() -> None:
+    for path, name in BACKENDS.items():
+        module = import_module(f"shadowkv.ops.{name}.{path.stem}")
+        assert not hasattr(module, "available"), f"{name}/{path.name}: what it lacks is missing(), a list of reasons"
+        assert isinstance(getattr(module, "missing", lambda: [])(), list)
 
 
 def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
@@ -152,14 +164,14 @@ def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch:
         *(("attend_selected", "cuda_sm90"), ("attend_coded", "cuda_selected_sm90")),
         *(("causal_attention", "cuda_sm90_flash"), ("block_attention", "cuda_sm90_flash")),
     ):
-        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.available", lambda: False)
+        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.missing", lambda: ["no Hopper"])
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", lambda case: [])
     ops = Ops("cuda", INT4)
     assert {name: ops.backends[name] for name in FOR_HOPPER} == dict.fromkeys(FOR_HOPPER, "cuda")
     assert ops.backends["attend_coded"] == "cuda_selected"
     for name in FOR_HOPPER:
         (told,) = ops.reasons[name]
-        assert told.endswith(": not built, or does not run here")
+        assert told.endswith(": no Hopper")
 
 
 SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
@@ -349,7 +361,7 @@ def test_no_backend_calls_its_own_reference(path: Path) -> None:
             assert name not in [alias.name for alias in node.names], f"line {node.lineno}"
 
 
-SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["available"]}
+SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["missing"]}
 """What asks whether a kernel serves a call, as no case tells: the rank of one group of kv heads."""
 
 
@@ -359,12 +371,12 @@ def test_what_runs_is_chosen_by_the_registry_alone(path: Path) -> None:
     asked, op = [], path.parent.name
     siblings = {file.stem for file in path.parent.glob("*.py")} - {path.stem} if op in NAMES else set()
     for function in ast.parse(path.read_text()).body:
-        if not isinstance(function, ast.FunctionDef) or function.name in ("available", "supports"):
+        if not isinstance(function, ast.FunctionDef) or function.name in ("missing", "supports"):
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                asked += [called] * (called in ("available", "supports", "takes"))
+                asked += [called] * (called in ("missing", "supports", "takes"))
             if isinstance(node, ast.Attribute) and node.attr == op and isinstance(node.value, ast.Name):
                 assert node.value.id not in siblings, f"line {node.lineno}"
     assert asked == SIZE_OF_A_CALL.get(str(path.relative_to(ROOT)), [])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.ops.select_top_chunks import cuda
 
-DEVICE = "cuda" if cuda.available() else "cpu"
+DEVICE = "cpu" if cuda.missing() else "cuda"
 IN_SHARED_MEMORY = 49_000
 """Chunks of a row, at the most."""
 

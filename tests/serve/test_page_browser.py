@@ -1,6 +1,6 @@
 """The page in Chromium: everything that a person does with it. Without playwright or a Chromium it is skipped.
 
-pip install shadowkv-engine[browser,page] && apt-get install chromium
+make .venv/.installed-browser && apt-get install chromium
 PAGE_SCREENSHOTS=docs/page python -m pytest tests/serve/test_page_browser.py
 """
 

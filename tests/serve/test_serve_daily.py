@@ -267,7 +267,10 @@ def test_files_of_tls_are_looked_at_first(certificate, tmp_path):
 
 def test_traces_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ValueError, match=r"shadowkv-engine\[otel\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs OpenTelemetry: .* -m pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+    ):
         ServerSettings(otlp_traces_endpoint="http://localhost:4318/v1/traces").check_surroundings()
 
 

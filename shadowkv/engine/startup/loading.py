@@ -14,6 +14,7 @@ from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
+from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -164,21 +165,34 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
 
 
 def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
-    """The ops that are called, by backend, and why one with a faster backend runs in PyTorch: on a GPU with a warning
-    too."""
+    """The ops that are called, by backend; which of them fell to Triton or PyTorch for want of a library, with the
+    command that builds it; and why others run in PyTorch. On a GPU, and where a library is wanting, with a warning."""
     of_backend: dict[str, list[str]] = {}
     for name in sorted(ops.called):
         of_backend.setdefault(ops.backends[name], []).append(name)
     lines = [f"kernels {backend}: {', '.join(names)}" for backend, names in sorted(of_backend.items())]
+    gpu = device.type == "cuda"
+    fallen = [name for name in sorted(ops.unbuilt) if ops.backends[name].startswith(("triton", "reference"))]
+    slow = [_fallen(ops, fallen, gpu)] if fallen else []
     for name in of_backend.get("reference", []):
-        if ops.reasons[name]:
-            line = f"{name} runs in PyTorch, {'; '.join(ops.reasons[name])}"
-            lines.append(f"slow    {line}")
-            if device.type == "cuda":
-                logger.warning("on a GPU %s", line)
-    if device.type == "cuda" and ops.synchronising and not eager:
+        if ops.reasons[name] and name not in fallen:
+            slow.append(f"{name} runs in PyTorch, {'; '.join(ops.reasons[name])}")
+    for line in slow:
+        lines.append(f"slow    {line}")
+        if gpu or fallen:
+            logger.warning("on a %s %s", "GPU" if gpu else "CPU", line)
+    if gpu and ops.synchronising and not eager:
         lines.append(f"graphs  none, as with enforce_eager: the host waits for {', '.join(ops.synchronising)}")
     return lines
+
+
+def _fallen(ops: Ops, names: list[str], gpu: bool) -> str:
+    slower, faster, remedy = (
+        ("Triton or PyTorch", "CUDA", building_cuda()) if gpu else ("PyTorch", "C++", building_cpu())
+    )
+    run = "runs" if len(names) == 1 else "run"
+    reasons = "; ".join(dict.fromkeys(ops.unbuilt[name] for name in names))
+    return f"{', '.join(names)} {run} in {slower} instead of {faster}: {reasons}. To build: {remedy}"
 
 
 def device_of(name: str) -> torch.device:

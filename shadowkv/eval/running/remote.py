@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from shadowkv.eval.metrics.scoring import score
 from shadowkv.eval.records.policies import Policy
 from shadowkv.eval.records.predictions import Prediction, Sample
+from shadowkv.installation import adding
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
@@ -49,7 +50,7 @@ class Remote:
         try:
             import openai
         except ImportError as error:
-            raise ValueError("--base-url needs the openai client: pip install 'shadowkv-engine[eval]'") from error
+            raise ValueError(f"--base-url needs the openai client: {adding('eval')}") from error
         self.failures = openai.OpenAIError
         self.count_tokens, self.concurrency = count_tokens, concurrency
         self.client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY") or "none", timeout=None)

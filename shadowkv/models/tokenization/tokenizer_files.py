@@ -121,14 +121,17 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
 
 
 def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
-    """The file that the template is in, and its source."""
+    """The file that the template is in, and its source; where there is another for tools, one that chooses."""
     file = directory / "chat_template.jinja"
     if is_there(file):
         return file, read_text(file)
     if isinstance(stated, list):
         if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in stated):
             raise ModelFileError(config_file, "chat_template is a list of other things than named templates")
-        stated = {entry["name"]: entry.get("template", ...) for entry in stated}.get("default")
+        named = {entry["name"]: entry.get("template", ...) for entry in stated}
+        stated, with_tools = named.get("default"), named.get("tool_use")
+        if isinstance(stated, str) and isinstance(with_tools, str):  # the names that transformers chooses by
+            stated = f"{{%- if tools %}}{with_tools}{{%- else %}}{stated}{{%- endif %}}"
     if stated is not None and not isinstance(stated, str):
         raise ModelFileError(config_file, "chat_template is neither a text nor a list of named templates")
     return config_file, stated

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import HOPPER, cuda_missing
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@cache
-def available() -> bool:
-    """Whether the kernel was built and the CUDA device is a Hopper."""
-    built = load_cuda("attend_blocks_sm90", "attend_blocks_sm90", "attend_sequences_sm90")
-    return built and torch.cuda.get_device_capability() == (9, 0)
+missing = partial(cuda_missing, "attend_blocks_sm90", "attend_blocks_sm90", "attend_sequences_sm90", capability=HOPPER)
 
 
 def supports(case: Case) -> list[str]:

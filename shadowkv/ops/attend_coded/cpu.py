@@ -6,10 +6,10 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import every_chunk
 from shadowkv.ops.attend_selected import cpu
-from shadowkv.ops.attend_selected.cpu import available, supports
+from shadowkv.ops.attend_selected.cpu import missing, supports
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, heads_and_chunk
 
-__all__ = ["attend_coded", "available", "supports"]
+__all__ = ["attend_coded", "missing", "supports"]
 
 
 def attend_coded(

@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import CodecId, RowCodec
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 
 LLOYD = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 VALUES_OF = {
@@ -38,7 +38,7 @@ results."""
 PAGES_OF_A_WARP = 16
 """Pages per warp that justify another block."""
 
-available = partial(load_cuda, "attend_coded", "attend_coded")
+missing = partial(cuda_missing, "attend_coded", "attend_coded")
 
 
 def supports(case: Case) -> list[str]:

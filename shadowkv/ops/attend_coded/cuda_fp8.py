@@ -11,13 +11,13 @@ from torch import Tensor
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.paged_attention.cuda import splits
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
 """Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
 
-available = partial(load_cuda, "attend_fp8", "attend_fp8")
+missing = partial(cuda_missing, "attend_fp8", "attend_fp8")
 
 
 def supports(case: Case) -> list[str]:

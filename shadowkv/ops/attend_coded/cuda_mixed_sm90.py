@@ -13,7 +13,7 @@ from shadowkv.ops.attend_selected.cuda_sm90 import frequencies
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 
 DIM = 128
 RANKS = (96, 128, 160, 192)
@@ -27,7 +27,7 @@ query heads."""
 FILLING = 4
 """Pages per consumer that a block could attend to in the time it takes to load its basis and codebook."""
 
-available = partial(load_cuda, "attend_mixed_sm90", "attend_mixed_sm90")
+missing = partial(cuda_missing, "attend_mixed_sm90", "attend_mixed_sm90")
 
 
 def supports(case: Case) -> list[str]:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import every_chunk
 from shadowkv.ops.attend_selected import cuda
-from shadowkv.ops.attend_selected.cuda import available
+from shadowkv.ops.attend_selected.cuda import missing
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.case import Case, unless
 
-__all__ = ["attend_coded", "available", "supports"]
+__all__ = ["attend_coded", "missing", "supports"]
 
 
 def supports(case: Case) -> list[str]:

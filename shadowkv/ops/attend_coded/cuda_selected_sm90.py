@@ -7,10 +7,10 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import every_chunk
 from shadowkv.ops.attend_selected import cuda_sm90
-from shadowkv.ops.attend_selected.cuda_sm90 import available, supports
+from shadowkv.ops.attend_selected.cuda_sm90 import missing, supports
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 
-__all__ = ["attend_coded", "available", "supports"]
+__all__ = ["attend_coded", "missing", "supports"]
 
 
 def attend_coded(

@@ -18,9 +18,9 @@ from shadowkv.ops.attend_selected.sources import (
 )
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, unknown_codecs
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 
-__all__ = ["attend_selected", "available", "supports"]
+__all__ = ["attend_selected", "missing", "supports"]
 
 FLOATS = (torch.float32, torch.bfloat16)
 

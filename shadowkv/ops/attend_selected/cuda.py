@@ -22,7 +22,7 @@ from shadowkv.ops.attend_selected.sources import (
 )
 from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 8
@@ -38,7 +38,7 @@ BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of the kernel that a multiprocessor holds at a time."""
 
 
-available = partial(load_cuda, "attend_selected", "attend_selected")
+missing = partial(cuda_missing, "attend_selected", "attend_selected")
 
 
 def supports(case: Case) -> list[str]:

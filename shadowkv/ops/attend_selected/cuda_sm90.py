@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,7 @@ from shadowkv.ops.attend_selected.cuda import other_rope, unfit_queries
 from shadowkv.ops.attend_selected.sources import CodedRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import HOPPER, cuda_missing
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
@@ -28,10 +28,7 @@ RANKS = (32, 64, 96, 128, 160)
 """Ranks that the kernel is made for; the basis of a larger one does not fit in shared memory."""
 
 
-@cache
-def available() -> bool:
-    """Whether the kernel was built and the CUDA device is a Hopper."""
-    return load_cuda("attend_latents_sm90", "attend_latents_sm90") and torch.cuda.get_device_capability() == (9, 0)
+missing = partial(cuda_missing, "attend_latents_sm90", "attend_latents_sm90", capability=HOPPER)
 
 
 def supports(case: Case) -> list[str]:

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import gpu_missing
 from shadowkv.ops.fused_attention import flash_attention
 
-
-def available() -> bool:
-    """Whether there is a CUDA device."""
-    return torch.cuda.is_available()
+missing = gpu_missing
 
 
 def supports(case: Case) -> list[str]:

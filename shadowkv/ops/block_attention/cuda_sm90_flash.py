@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda_sm90 import available, supports
+from shadowkv.ops.attend_blocks.cuda_sm90 import missing, supports
 from shadowkv.ops.fused_attention import attend_by_size
 
-__all__ = ["available", "block_attention", "supports"]
+__all__ = ["block_attention", "missing", "supports"]
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.block_attention.cuda import available, supports
+from shadowkv.ops.block_attention.cuda import missing, supports
 from shadowkv.ops.fused_attention import flash_attention
 
-__all__ = ["available", "causal_attention", "supports"]
+__all__ = ["causal_attention", "missing", "supports"]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

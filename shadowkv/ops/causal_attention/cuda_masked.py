@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from shadowkv.ops.extension import gpu_missing
 
-def available() -> bool:
-    """Whether there is a CUDA device."""
-    return torch.cuda.is_available()
+missing = gpu_missing
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

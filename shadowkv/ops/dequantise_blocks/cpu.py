@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 
-__all__ = ["available", "dequantise_blocks"]
+__all__ = ["dequantise_blocks", "missing"]
 
 
 def dequantise_blocks(blocks: Tensor, form: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 BUCKETS = 512
@@ -25,7 +25,7 @@ BLOCKS_OVERLAPPED = 8
 copies in flight: a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B a layer takes 38.2 ms with 8 blocks on an
 H200, 42.4 with 16, and 49.5 with 4, where it waits for the copies."""
 
-available = partial(load_cuda, "fetch_chunks", "find_missing_chunks", "copy_missing_chunks")
+missing = partial(cuda_missing, "fetch_chunks", "find_missing_chunks", "copy_missing_chunks")
 
 
 def supports(case: Case) -> list[str]:

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from shadowkv.ops.extension import gpu_missing
 from shadowkv.ops.whiten_rows import cuda as kernel
 from shadowkv.ops.whiten_rows import reference
 
@@ -32,10 +33,7 @@ directions dominate, all rows are similar after a product, even one of nearly or
 within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 / sqrt(i) to
 exp(-i / 15) and rank 160 of 1024."""
 
-
-def available() -> bool:
-    """Whether there is a CUDA device."""
-    return torch.cuda.is_available()
+missing = gpu_missing
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 
-__all__ = ["available", "paged_attention", "supports"]
+__all__ = ["missing", "paged_attention", "supports"]
 
 
 def supports(case: Case) -> list[str]:

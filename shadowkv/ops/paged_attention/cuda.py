@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
@@ -18,7 +18,7 @@ MAX_WAVES = 5
 """Blocks per resident place on the device: more blocks even out ragged lengths, but cost launches and partial
 results."""
 
-available = partial(load_cuda, "paged_attention", "paged_attention")
+missing = partial(cuda_missing, "paged_attention", "paged_attention")
 
 
 def supports(case: Case) -> list[str]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.dequantise_blocks.cpu import dequantise_blocks
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
-__all__ = ["available", "quantised_matmul"]
+__all__ = ["missing", "quantised_matmul"]
 
 MOST_FUSED = {torch.bfloat16: 24}
 """Most tokens for which products here are faster than PyTorch's with dequantised tiles, by dtypes in which the latter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences, available, supports
+from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences, missing, supports
 
-__all__ = ["available", "ragged_attention", "supports"]
+__all__ = ["missing", "ragged_attention", "supports"]
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from shadowkv.ops.extension import gpu_missing
 
 LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper is 9.0. Older GPUs have no tensor cores for 8-bit floats."""
@@ -11,10 +15,7 @@ LEAST_CAPABILITY = (8, 9)
 MULTIPLE = 16
 """K and N must be multiples of this."""
 
-
-def available() -> bool:
-    """Whether the current GPU multiplies 8-bit floats."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+missing = partial(gpu_missing, LEAST_CAPABILITY)
 
 
 def scaled_matmul(

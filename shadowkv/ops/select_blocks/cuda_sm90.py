@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import HOPPER, cuda_missing
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, Blocks
 from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
 
@@ -21,10 +21,7 @@ MOST_ROWS = 128
 """Most sampled queries per tile and kv head that the kernel takes."""
 
 
-@cache
-def available() -> bool:
-    """Whether the kernel was built and the CUDA device is a Hopper."""
-    return load_cuda("score_blocks_sm90", "score_blocks_sm90") and torch.cuda.get_device_capability() == (9, 0)
+missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capability=HOPPER)
 
 
 def supports(case: Case) -> list[str]:

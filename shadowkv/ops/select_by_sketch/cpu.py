@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.cpu import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["available", "select_by_sketch", "supports"]
+__all__ = ["missing", "select_by_sketch", "supports"]
 
 
 def select_by_sketch(

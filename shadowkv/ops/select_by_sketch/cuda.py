@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import reference
@@ -19,7 +19,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 COUNTS_BYTES = 12 * 1024
 """Most bytes of shared memory that the kernels use besides the groups of ``supports``."""
 
-available = partial(load_cuda, "select_by_sketch", "select_by_sketch")
+missing = partial(cuda_missing, "select_by_sketch", "select_by_sketch")
 
 
 def supports(case: Case) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import block_memory, load_cuda
+from shadowkv.ops.extension import block_memory, cuda_missing
 
 STATIC_BYTES = 20 * 1024
 """Bytes of shared memory that the kernel uses besides a row's keys."""
@@ -16,7 +16,7 @@ STATIC_BYTES = 20 * 1024
 GROUP = 32
 """Most query heads per kv head."""
 
-available = partial(load_cuda, "select_top_chunks", "select_top_chunks")
+missing = partial(cuda_missing, "select_top_chunks", "select_top_chunks")
 
 
 def supports(case: Case) -> list[str]:

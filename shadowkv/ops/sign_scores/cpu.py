@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.extension import cpu_missing as missing
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["available", "sign_scores", "supports"]
+__all__ = ["missing", "sign_scores", "supports"]
 
 MOST_DIMS = 256
 """Most dimensions whose sums fit in 16 bits."""

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.cuda import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["available", "run_pages", "sign_scores", "supports"]
+__all__ = ["missing", "run_pages", "sign_scores", "supports"]
 
 PAGES_OF_A_RUN = 16
 """Most pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
@@ -21,7 +21,7 @@ PAGES_OF_A_RUN = 16
 RUNS = 512
 """Least number of blocks, if there is enough work for them: twice as many as a large GPU holds at a time."""
 
-available = partial(load_cuda, "sign_scores", "sign_scores")
+missing = partial(cuda_missing, "sign_scores", "sign_scores")
 
 
 def run_pages(batch: int, columns: int) -> int:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 8
 """Supported bytes of a plane, for head dims up to 128 and from 200 to 256, and the most query heads per kv head."""
 
-available = partial(load_cuda, "sketch_queries", "sketch_queries")
+missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
 
 
 def supports(case: Case) -> list[str]:

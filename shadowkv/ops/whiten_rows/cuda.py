@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import block_memory, load_cuda
+from shadowkv.ops.extension import block_memory, cuda_missing
 
 LARGEST = 256
 """Most rows of a matrix that the kernel takes."""
@@ -16,7 +16,7 @@ LARGEST = 256
 TILE, PITCH = 32, 36
 """Rows and columns of the kernel's tiles, and its row stride within a tile, in numbers."""
 
-available = partial(load_cuda, "whiten_rows", "whiten_rows")
+missing = partial(cuda_missing, "whiten_rows", "whiten_rows")
 
 
 def shared_bytes(rows: int) -> int:
@@ -39,7 +39,7 @@ def supports(case: Case) -> list[str]:
 @cache
 def takes(rows: int, device: torch.device) -> bool:
     """Whether the kernel supports matrices of ``rows`` rows on ``device``."""
-    return device.type == "cuda" and available() and rows <= LARGEST and shared_bytes(rows) <= block_memory(device)
+    return device.type == "cuda" and not missing() and rows <= LARGEST and shared_bytes(rows) <= block_memory(device)
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:

@@ -11,6 +11,7 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
+from shadowkv.installation import adding
 from shadowkv.serve.text.reasoning import REASONING_PARSERS
 from shadowkv.serve.text.tool_formats import FORMATS, tool_format
 from shadowkv.wording import SettingsError
@@ -111,7 +112,7 @@ class ServerSettings:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
             except ImportError as error:
-                reason = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'shadowkv-engine[otel]'"
+                reason = f"--otlp-traces-endpoint needs OpenTelemetry: {adding('otel')}"
                 raise ValueError(reason) from error
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)

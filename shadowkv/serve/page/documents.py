@@ -51,7 +51,7 @@ def _pdf(raw: bytes) -> Document:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError
     except ImportError:
-        raise _unreadable("this server reads no PDFs: it needs pip install shadowkv-engine[page]") from None
+        raise _unreadable("PDFs need pypdf, which the server lacks: there, pip install pypdf") from None
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes the faulty parts of files
     try:
         reader = PdfReader(BytesIO(raw))

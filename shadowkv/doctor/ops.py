@@ -1,0 +1,65 @@
+"""The backend of every op for a model and a policy on this machine, chosen as an engine chooses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shadowkv.engine.execution.sampler import Sampler
+from shadowkv.engine.startup.loading import device_of
+from shadowkv.installation import building_cpu, building_cuda
+from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.loader import load_config
+from shadowkv.ops.registry import NAMES
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """What runs an op.
+
+    Attributes:
+        op: its name.
+        backend: of ``ops.registry``.
+        called: whether the model and the policy call it; the backend of another op is what the machine has.
+        reason: why the fastest backend that is not used is not; None if there is no faster one.
+        remedy: a command, or what else makes a faster one run; None if nothing does.
+    """
+
+    op: str
+    backend: str
+    called: bool
+    reason: str | None
+    remedy: str | None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The ops, in order of their names, and what they were chosen for."""
+
+    model: str
+    kv: str
+    device: torch.device
+    ops: list[OpChoice]
+
+
+def choices_for(model: str, kv: str, device: str) -> Choices:
+    """The choices of an engine of ``model`` with the policy ``kv``; raises ValueError or OSError where there is no such
+    model, policy or device."""
+    where, config = device_of(device), load_config(model)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    layout = Layout(preset(kv), config.shape, dtype, config.max_position)
+    if layout.spec.prefill is None:
+        layout = layout.with_fields(prefill="sparse" if where.type == "cuda" else "dense")
+    called = Decoder(config, dtype, "meta").called_ops.union(Sampler.calls)
+    ops = choose_ops(layout, config.rope, where, called)
+    build = building_cuda if where.type == "cuda" else building_cpu
+    chosen = []
+    for name in NAMES:
+        reason = next(iter(ops.reasons[name]), None)
+        unbuilt = name in ops.unbuilt
+        chosen.append(OpChoice(name, ops.backends[name], name in ops.called, reason, build() if unbuilt else None))
+    return Choices(model, kv, where, chosen)

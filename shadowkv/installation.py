@@ -1,0 +1,91 @@
+"""How this package was installed, and the commands that add to it: messages name what works here.
+
+A clone (``pip install -e``, or the path alone) has the sources beside the package, an installation from an sdist or a
+folder knows where it came from, a wheel has neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+NAME = "shadowkv-engine"
+"""Of the distribution: "shadowkv" on PyPI is another project, and this one is not there."""
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def clone() -> Path | None:
+    """The folder with the sources that this package runs from; None where it was installed without them."""
+    return ROOT if (ROOT / "csrc/build_cuda.py").is_file() else None
+
+
+def adding(extra: str) -> str:
+    """The command that installs what an extra names: its requirements, so that nothing has to be built or found."""
+    needed = _requirements(extra)
+    return f"{_pip()} {shlex.join(needed) or shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
+
+
+def has(extra: str) -> bool:
+    """Whether all that an extra requires is installed, in whatever version."""
+    needed = _requirements(extra)
+    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in needed]
+    return bool(names) and all(_distribution(name) for name in names)
+
+
+def building_cpu() -> str:
+    """The command that builds the C++ ops again and shows why it fails, or what replaces it."""
+    return f"{_pip()} -v --no-build-isolation --no-deps -e {_shown(folder)}" if (folder := clone()) else _again()
+
+
+def building_cuda() -> str:
+    """The same for the CUDA ops."""
+    return f"{_shown(sys.executable)} {_shown(folder / 'csrc/build_cuda.py')}" if (folder := clone()) else _again()
+
+
+def _again() -> str:
+    source = _source()
+    if source is not None and source.exists():
+        return f"{_pip()} -v --no-build-isolation --no-deps --force-reinstall {_shown(source)}"
+    return "install a wheel that has them, as 'make wheel' in a clone makes it"
+
+
+def _requirements(extra: str) -> list[str]:
+    """What an extra names; nothing where that is not known, in a clone on the path."""
+    installed, marker = _distribution(), re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
+    lines = (installed and installed.requires) or ()
+    return [line.partition(";")[0].strip() for line in lines if marker.search(line)]
+
+
+def _source() -> Path | None:
+    """The folder or sdist that pip built this installation from; None for a wheel."""
+    installed = _distribution()
+    told = installed and installed.read_text("direct_url.json")
+    if not told:
+        return None
+    url = urlsplit(json.loads(told)["url"])
+    return None if url.scheme != "file" or url.path.endswith(".whl") else Path(url2pathname(url.path))
+
+
+def _distribution(name: str = NAME) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:  # our own is not installed where a clone is on the path
+        return None
+
+
+def _pip() -> str:
+    return f"{_shown(sys.executable)} -m pip install"
+
+
+def _shown(path: str | Path) -> str:
+    """A path as a user would type it in the current folder, quoted."""
+    path, here = str(path), os.getcwd()
+    return "." if path == here else shlex.quote(path.removeprefix(os.path.join(here, "")))

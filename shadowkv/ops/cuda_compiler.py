@@ -1,0 +1,135 @@
+"""Finds the CUDA compiler that builds the CUDA ops: a toolkit's, or that of NVIDIA's packages on PyPI.
+
+Needs the standard library alone: setup.py and csrc/build_cuda.py run this file by its path, before the package is
+installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+OLDEST_TORCH = (2, 11)
+"""The CUDA ops use PyTorch's stable ABI as of this version: libraries built with one torch load with all from it on."""
+
+OLDEST_CAPABILITY = (8, 0)
+"""Of GPUs that the CUDA ops run on."""
+
+PACKAGES = ("cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14", "ninja")
+"""What pip installs where there is no toolkit, the extra ``nvcc``: 271 MB. Of CUDA 12 PyPI has no nvcc."""
+
+PYPI_MAJOR = 13
+
+INSTALLED = Path("/usr/local/cuda")
+"""Where CUDA installs itself."""
+
+
+class CompilerNotFound(FileNotFoundError):
+    """No compiler that fits; the message says what was found and what to install."""
+
+
+@dataclass(frozen=True)
+class CudaCompiler:
+    """A CUDA compiler.
+
+    Attributes:
+        nvcc: its program.
+        version: major and minor version of CUDA, and the release: ``13.0.88``.
+        origin: how it was found, for messages.
+        link_flags: what nvcc has to be told to find its own libraries.
+    """
+
+    nvcc: Path
+    version: str
+    origin: str
+    link_flags: tuple[str, ...] = ()
+
+    @property
+    def major(self) -> int:
+        """Of CUDA: libraries run with drivers of this major version and later."""
+        return int(self.version.partition(".")[0])
+
+    def __str__(self) -> str:
+        return f"nvcc {self.version} of {self.origin} ({self.nvcc})"
+
+
+def find_compiler(major: int | None) -> CudaCompiler:
+    """The first CUDA compiler that fits: of $CUDA_HOME, on the path, where CUDA installs itself, or PyPI's, installed
+    for this interpreter.
+
+    Raises CompilerNotFound with the remedy.
+
+    Args:
+        major: version of CUDA that torch was built with: a library of another one may need a newer driver than torch
+            does. None, for a CPU build, takes any.
+    """
+    passed_over = []
+    for compiler in _compilers():
+        if major in (None, compiler.major):
+            if shutil.which(os.environ.get("NVCC_CCBIN") or "g++") is None:
+                raise CompilerNotFound(f"{compiler} needs a C++ compiler: install g++ (apt-get install g++)")
+            return compiler
+        passed_over.append(str(compiler))
+    fitting = "a CUDA compiler" if major is None else f"a compiler of CUDA {major}, which torch was built with"
+    unfit = f"; not of that version: {', '.join(passed_over)}" if passed_over else ""
+    raise CompilerNotFound(f"{fitting}, is not installed{unfit}. {_remedy(major)}")
+
+
+def find_ninja() -> str:
+    """The program that runs compilations; raises CompilerNotFound with the remedy."""
+    beside_python = str(Path(sys.executable).parent)  # where pip puts it, also where no environment is activated
+    ninja = shutil.which("ninja", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if ninja is None:
+        raise CompilerNotFound(f"ninja is not installed: {pip_install('ninja')}")
+    return ninja
+
+
+def pip_install(*requirements: str) -> str:
+    """A command that installs requirements for this interpreter, which is named as a user would type it here."""
+    python = sys.executable.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{shlex.quote(python)} -m pip install {shlex.join(requirements)}"
+
+
+def _remedy(major: int | None) -> str:
+    if major in (None, PYPI_MAJOR):
+        return f"To install it: {pip_install(*PACKAGES)}"
+    return (
+        f"Install NVIDIA's toolkit of CUDA {major} and set CUDA_HOME, or a torch for CUDA {PYPI_MAJOR}, "
+        "whose compiler is on PyPI too"
+    )
+
+
+def _compilers() -> list[CudaCompiler]:
+    home, on_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
+    places = [(Path(home, "bin/nvcc"), "$CUDA_HOME")] if home else []
+    places += [(Path(on_path), "the path")] if on_path else []
+    places.append((INSTALLED / "bin/nvcc", "CUDA's toolkit"))
+    found = [CudaCompiler(nvcc, version, origin) for nvcc, origin in places if (version := _version(nvcc))]
+    for folder in _packages():
+        root = folder / f"cu{PYPI_MAJOR}"
+        if version := _version(root / "bin/nvcc"):  # whose own configuration looks for libraries in lib64
+            found.append(CudaCompiler(root / "bin/nvcc", version, "PyPI's packages", (f"-L{root}/lib",)))
+    return found
+
+
+def _packages() -> list[Path]:
+    """Folders of Python's package ``nvidia``, which the wheels share."""
+    nvidia = find_spec("nvidia")
+    return [Path(folder) for folder in (nvidia and nvidia.submodule_search_locations) or ()]
+
+
+def _version(nvcc: Path) -> str | None:
+    """``13.0.88``; None where the program is not there, or does not run."""
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    release = re.search(r"V(\d+\.\d+\.\d+)", told)
+    return release and release[1]

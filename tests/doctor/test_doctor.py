@@ -1,0 +1,132 @@
+"""What ``shadowkv doctor`` finds, on this machine and on one with a GPU whose libraries were not built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shadowkv import cli
+from shadowkv.doctor.machine import Gpu, Machine
+from shadowkv.doctor.ops import Choices, choices_for
+from shadowkv.doctor.report import as_text
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.ops import extension
+from shadowkv.ops.registry import NAMES
+
+
+def rows(text: str) -> dict[str, str]:
+    """Lines of the table by op."""
+    lines = (line.split(maxsplit=1) for line in text.splitlines() if line)
+    return {line[0].strip("()"): line[1] for line in lines if line[0].strip("()") in NAMES}
+
+
+def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json", "--kv", "turbo", "--device", "cpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    engine = Engine(EngineConfig(kv="turbo", device="cpu", load_format="dummy", max_model_len=1024, max_num_seqs=1))
+    ops = engine.cache.ops
+    assert {op["op"]: op["backend"] for op in told["ops"]} == ops.backends
+    assert {op["op"] for op in told["ops"] if op["called"]} == ops.called
+    assert told["chosen_for"] == {"model": EngineConfig().model, "kv": "turbo", "device": "cpu"}
+    assert told["machine"]["torch"] == torch.__version__
+    assert told["machine"]["total_bytes"] > told["machine"]["free_bytes"] > 0
+
+
+def test_text_has_every_op_and_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text).keys() == {*NAMES}
+    for name in ("torch", "driver", "GPU", "CPU", "memory", "CUDA compiler", "C++ ops", "CUDA ops", "extras"):
+        assert f"\n{name:14}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "no/such/model.gguf"], "error: "),
+        (["--device", "tpu"], "error: --device tpu is not auto, cpu, cuda or cuda:N"),
+        (["--kv", "full:budget=2", "--device", "cpu"], "error: "),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(line) and err.count("\n") == 1
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A GPU, as far as choosing goes; returns the folder of libraries, which is empty."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("shadowkv.kvcache.case.block_memory", lambda device: 232448)
+    monkeypatch.setattr(extension, "CUDA_FOLDER", tmp_path)
+    extension.cuda_missing.cache_clear()
+    yield tmp_path
+    extension.cuda_missing.cache_clear()
+
+
+def choices() -> Choices:
+    return choices_for("llama-3.1-8b", "turbo", "cuda")
+
+
+def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
+    text = as_text(MACHINE, choices())
+    table = rows(text)
+    assert table["attend_selected"].split("  ")[0] == "Triton"
+    assert "cuda_sm90: not built" in table["attend_selected"] and "build it (1)" in table["attend_selected"]
+    assert table["rms_norm"] == "Triton"
+    assert table["causal_attention"].startswith("CUDA ")
+    [remedy] = [line for line in text.splitlines() if line.startswith("(1) ")]
+    assert remedy.endswith("csrc/build_cuda.py")
+    assert "could be faster here: " in text.splitlines()[-1]
+    assert "GPU           NVIDIA H100, compute capability 9.0, 80.0 GiB" in text
+
+
+def test_a_library_that_does_not_load_says_why(hopper: Path) -> None:
+    (hopper / "sign_scores.so").write_bytes(b"none")
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason is not None and "sign_scores.so cannot be loaded: " in choice.reason
+    assert "too short" in choice.reason or "invalid ELF" in choice.reason
+    assert choice.remedy is not None
+
+
+def test_an_older_torch_is_told(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason == "cuda: CUDA ops need torch 2.11 or later, this is 2.9.1+cu128"
+
+
+def test_libraries_of_a_later_cuda_than_the_drivers_are_left(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hopper / "sign_scores.so").write_bytes(b"none")
+    (hopper / "built.json").write_text('{"nvcc": "13.0.88", "torch": "2.13.0"}')
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason == "cuda: built with CUDA 13.0.88, which the driver, of CUDA 12.4, does not run"
+    assert choice.remedy is not None
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020)
+    extension.cuda_missing.cache_clear()
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason is not None and "cannot be loaded" in choice.reason
+
+
+def test_an_older_gpu_has_nothing_to_do(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    text = as_text(MACHINE, choices())
+    assert "cuda: compute capability 7.5 is below 8.0" in rows(text)["sign_scores"]
+    assert text.endswith("\nNothing to do.")
+
+
+MACHINE = Machine(
+    shadowkv="0.1.0", source=None, python="3.11", torch="2.13.0+cu130", triton="3.7.1", cuda_runtime="13.0",
+    driver="580.65.06", gpus=[Gpu("NVIDIA H100", (9, 0), 80 << 30)], gpu_problem=None, cuda_compiler="none: …",
+    cpp_compiler="g++ 12", cpp_ops="not built", cuda_ops="not built", cores=8, simd="avx512", total_bytes=2**36,
+    free_bytes=2**35, extras={"json": None, "ray": "pip install ray"},
+)  # fmt: skip
