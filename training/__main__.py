@@ -1,4 +1,4 @@
-"""``python -m training texts | chats | adapter``: texts to make samples of, the base's chats, and an adapter."""
+"""``python -m training texts | chats | adapter | compress``: what samples are made of, the base's chats, an adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from training.chats import read_chats, write_chats
 from training.loop import Recipe, Training
-from training.model import load_base
+from training.model import compress, load_base
 from training.texts import read_texts, write_texts
 
 LENGTHS = "4096:0.07,8192:0.16,16384:0.23,32768:0.32,65536:0.22"
@@ -22,6 +22,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     texts = commands.add_parser("texts", help="prose and word lists from Debian's packages (needs apt-get and dpkg)")
     texts.add_argument("--out", type=Path, required=True, metavar="DIR")
+    packed = commands.add_parser("compress", help="an adapter in int8, half of bfloat16's bytes")
+    packed.add_argument("source", type=Path, metavar="DIR")
+    packed.add_argument("--out", type=Path, required=True, metavar="DIR")
     chats = commands.add_parser("chats", help="questions from templates, answered by the base")
     chats.add_argument("--out", type=Path, required=True, metavar="FILE")
     chats.add_argument("--count", type=int, default=16_000, help="to learn from")
@@ -49,6 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "texts":
         write_texts(args.out)
+    elif args.command == "compress":
+        compress(args.source, args.out)
     elif args.command == "chats":
         write_chats(args.model, read_texts(args.texts), args.out, args.count, args.held_out, args.max_tokens)
     else:

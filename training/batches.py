@@ -66,16 +66,24 @@ class RetrievalBatches:
         self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
         self._queue: deque[tuple[int, Future[list[Tokens]]]] = deque()
 
+    def begin(self, progress: float) -> None:
+        """Waits until the first batch is made, which takes as long as the processes take to start."""
+        self._ask(progress)
+        self._queue[0][1].result()
+
     def next(self, progress: float) -> tuple[int, list[Tokens]]:
-        """Length and samples."""
+        """Length and samples, when ``progress`` (0 to 1) of the time has passed."""
+        self._ask(progress)
+        length, samples = self._queue.popleft()
+        return length, samples.result()
+
+    def _ask(self, progress: float) -> None:
         while len(self._queue) < AHEAD:
             length = self.lengths.next(progress)
             count = max(self._tokens // length, 1)
             made = self._pool.submit(retrieval_batch, *self._made_of, length, count, f"train/{self._number}")
             self._queue.append((length, made))
             self._number += 1
-        length, samples = self._queue.popleft()
-        return length, samples.result()
 
     def close(self) -> None:
         """Ends the processes; what they have not begun is dropped."""

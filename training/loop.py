@@ -112,6 +112,7 @@ class Training:
         try:
             if progress.step == 0 and self.test:
                 self._test()
+            made.begin(progress.seconds / limit)
             saved = tested = progress.seconds
             while progress.seconds < limit:
                 began = monotonic()
@@ -143,13 +144,13 @@ class Training:
             waited += monotonic() - began
             losses = retrieval_loss(self.base, self.lora, recipe.theta, samples, self._generator)
             ((losses[0] + LM_WEIGHT * losses[1]) / recipe.batches).backward()
-            sums = [total + float(value) / recipe.batches for total, value in zip(sums, losses)]
+            sums = [total + value.item() / recipe.batches for total, value in zip(sums, losses)]
             made.lengths.took(length, monotonic() - began)
         for _ in range(recipe.chat_batches if self._chats is not None else 0):
             assert self._chats is not None
             part, _ = divergence(self.base, self.lora, self._thetas, next(self._chats))
             (recipe.chat_weight * part.mean() / recipe.chat_batches).backward()
-            kl += float(part.mean()) / recipe.chat_batches
+            kl += part.mean().item() / recipe.chat_batches
         norm = float(torch.nn.utils.clip_grad_norm_(self.lora.parameters(), 1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,7 +173,7 @@ class Training:
             parts, counts = divergence(self.base, self.lora, self._thetas, batch)
             for part in parts.split(counts):
                 greedy, _ = next(of)
-                sums[greedy][0] += float(part.sum())
+                sums[greedy][0] += part.sum().item()
                 sums[greedy][1] += len(part)
         total, count = (sum(pair) for pair in zip(*sums.values()))
         means = {greedy: value / max(number, 1) for greedy, (value, number) in sums.items()}

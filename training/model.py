@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.stored_weight import dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.config import config_from_gguf
@@ -74,18 +76,18 @@ class Lora:
         return (weight.float() + (ALPHA / RANK) * (b @ a)).to(weight.dtype)
 
     def load(self, directory: Path) -> None:
-        """The values of an adapter in PEFT's format; raises KeyError and RuntimeError if it is of another shape."""
-        tensors = load_file(directory / "adapter_model.safetensors")
+        """The values of an adapter that ``shadowkv`` reads; raises as that does, and KeyError if a module lacks."""
+        pairs = Adapter(directory).pairs
         with torch.no_grad():
             for name, pair in self.pairs.items():
                 for matrix, side in zip(pair, "AB"):
-                    matrix.copy_(tensors[f"base_model.model.{name}.lora_{side}.weight"])
+                    matrix.copy_(pairs[name][side])
 
     def save(self, directory: Path, base_model: str) -> None:
-        """Writes the adapter in PEFT's format, in float32."""
+        """Writes the adapter in PEFT's format, in bfloat16."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"base_model.model.{name}.lora_{side}.weight": matrix.detach().cpu().contiguous()
+            f"base_model.model.{name}.lora_{side}.weight": matrix.detach().to("cpu", torch.bfloat16)
             for name, pair in self.pairs.items()
             for matrix, side in zip(pair, "AB")
         }
@@ -96,6 +98,17 @@ class Lora:
             "target_modules": [projection.split(".")[1] for projection in PROJECTIONS],
         }  # fmt: skip
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def compress(source: Path, target: Path) -> None:
+    """Writes an adapter's matrices as int8 with a scale for each row, which ``shadowkv`` reads and PEFT does not."""
+    target.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, matrix in load_file(source / "adapter_model.safetensors").items():
+        scale = (matrix.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+        tensors |= {name: (matrix.float() / scale).round().to(torch.int8), f"{name}_scale": scale}
+    save_file(tensors, target / "adapter_model.safetensors")
+    shutil.copy(source / "adapter_config.json", target)
 
 
 def load_base(model: str, device: torch.device) -> Base:

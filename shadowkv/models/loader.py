@@ -29,7 +29,7 @@ from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
-from shadowkv.models.sources import is_hub_id, resolve
+from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.registry import choose
@@ -118,6 +118,10 @@ def load_model(
     device = torch.device(device)
     weights_dtype = _dtype(dtype, device)
 
+    own_adapter = adapter_of(source)
+    if adapter is not None and own_adapter is not None:
+        raise SettingsError(f"{source} has an adapter of its own: leave out adapter={str(adapter)!r}", ["adapter"])
+
     # Before anything is fetched or read.
     check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
@@ -135,7 +139,12 @@ def load_model(
         runnable(load_config(source, max_model_len, hf_overrides))
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
-    files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, hf_overrides, runnable)
+    if path.suffix == ".gguf":
+        # A base's own file does not say what its adapter was trained for.
+        stated = None if own_adapter is None else config_file(str(source))
+        files = _gguf(path, stated, max_model_len, hf_overrides, runnable)
+    else:
+        files = _directory(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
     may_keep_blocks = config.quantization is None and group.size == 1
     forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
@@ -144,8 +153,8 @@ def load_model(
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
-    if adapter is not None:
-        merge = Adapter(Path(adapter))
+    if (merged := adapter or own_adapter) is not None:
+        merge = Adapter(Path(merged))
         merge.check(shapes)
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
@@ -173,8 +182,7 @@ def load_tokenizer(
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
     path = resolve(source, weights=True)  # one file with them, in a GGUF
     if path.suffix == ".gguf":
-        file = GGUFFile(path)
-        return tokenizer_from_gguf(file, config_from_gguf(file, max_model_len, hf_overrides).eos_token_ids)
+        return tokenizer_from_gguf(GGUFFile(path), load_config(source, max_model_len, hf_overrides).eos_token_ids)
     config, _ = config_from_directory(path, max_model_len, hf_overrides)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
 
@@ -207,9 +215,19 @@ class _Files:
     in_fp8: FP8Weights | None = None
 
 
-def _gguf(path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable) -> _Files:
+def _gguf(
+    path: Path,
+    stated: Path | None,
+    max_model_len: int | None,
+    hf_overrides: Mapping[str, Any] | None,
+    runnable: Runnable,
+) -> _Files:
+    """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
-    config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+    if stated is None:
+        config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+    else:
+        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0])
     tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
