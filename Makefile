@@ -60,7 +60,7 @@ docs: .venv/.installed-docs ## Build the documentation's pages, in build/site
 
 clean: ## Remove builds and caches (not .venv)
 	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find shadowkv tests scripts benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
+	find shadowkv tests scripts training benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a pinned build, in place before anything that depends on it is resolved.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.
