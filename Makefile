@@ -13,13 +13,16 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu sanitize lint format docs clean
+.PHONY: help serve reproduce test test-slow test-gpu sanitize lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
+
+reproduce: .venv/.installed-eval ## Measure README's RULER table again, on a GPU: 10 minutes of an H200
+	$(PY) -m benchmarks.reproduce --out results/reproduce $(ARGS)
 
 # One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
 # tests/conftest.py, not those with the most tests first.

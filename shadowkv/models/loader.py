@@ -114,14 +114,9 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
-    name = _name(source)
-    device = torch.device(device)
+    name, device = _name(source), torch.device(device)
     weights_dtype = _dtype(dtype, device)
-
-    own_adapter = adapter_of(source)
-    if adapter is not None and own_adapter is not None:
-        raise SettingsError(f"{source} has an adapter of its own: leave out adapter={str(adapter)!r}", ["adapter"])
-
+    adapter = _adapter(source, adapter, load_format)
     # Before anything is fetched or read.
     check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
@@ -131,8 +126,6 @@ def load_model(
         return _quantised(config, quantization)
 
     if load_format == "dummy":
-        if adapter is not None:
-            raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
         return _dummy(runnable(load_config(source, max_model_len, hf_overrides)), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
@@ -140,9 +133,7 @@ def load_model(
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
     if path.suffix == ".gguf":
-        # A base's own file does not say what its adapter was trained for.
-        stated = None if own_adapter is None else config_file(str(source))
-        files = _gguf(path, stated, max_model_len, hf_overrides, runnable)
+        files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
     else:
         files = _directory(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
@@ -153,8 +144,8 @@ def load_model(
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
-    if (merged := adapter or own_adapter) is not None:
-        merge = Adapter(Path(merged))
+    if adapter is not None:
+        merge = Adapter(Path(adapter))
         merge.check(shapes)
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
@@ -185,6 +176,23 @@ def load_tokenizer(
         return tokenizer_from_gguf(GGUFFile(path), load_config(source, max_model_len, hf_overrides).eos_token_ids)
     config, _ = config_from_directory(path, max_model_len, hf_overrides)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+
+
+def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -> str | Path | None:
+    """The adapter to merge: the user's, or that of a catalogue model."""
+    own = adapter_of(source)
+    if adapter is None:
+        return own
+    if own is not None:
+        raise SettingsError(f"{source} has an adapter of its own: leave out adapter={str(adapter)!r}", ["adapter"])
+    if load_format == "dummy":
+        raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
+    return adapter
+
+
+def _stated(source: str | Path) -> Path | None:
+    """The config of a catalogue model with an adapter: its base's file does not say what that was trained for."""
+    return None if adapter_of(source) is None else config_file(str(source))
 
 
 def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
