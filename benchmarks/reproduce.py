@@ -66,10 +66,10 @@ class Column:
             return [Prediction(**json.loads(line)) for line in file]
 
     def seconds(self) -> float:
-        """What it took when it was recorded: prefills, once for each sample, and what policies took by themselves."""
+        """What it took when it was recorded: prefills, which policies of a run share, and what each took by itself."""
         own = [prediction for prediction in self.predictions() if prediction.length == self.length]
-        prefills = {(one.task, one.id): one.prefill_seconds or 0 for one in own}
-        return sum(prefills.values()) + sum(one.seconds for one in own)
+        prefills = {(one.task, one.id, one.prefill_seconds or 0.0) for one in own}
+        return sum(seconds for _, _, seconds in prefills) + sum(one.seconds for one in own)
 
 
 def columns(qwen: Path | None) -> list[Column]:
