@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve wheel test test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
+.PHONY: help serve reproduce wheel test test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ wheel: .venv/.installed .venv/.installed-nvcc ## Make a wheel with the C++ and t
 	rm -rf build/lib* build/bdist*
 	$(PY) csrc/build_cuda.py
 	SHADOWKV_CUDA_OPS=yes $(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+reproduce: .venv/.installed-eval ## Measure README's RULER table again, on a GPU: 10 minutes of an H200
+	$(PY) -m benchmarks.reproduce --out results/reproduce $(ARGS)
 
 # One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
 # tests/conftest.py, not those with the most tests first.
@@ -73,7 +76,7 @@ docs: .venv/.installed-docs ## Build the documentation's pages, in build/site
 
 clean: ## Remove builds and caches (not .venv)
 	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find shadowkv tests scripts benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
+	find shadowkv tests scripts training benchmarks robustness -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: a pinned build, in place before anything that depends on it is resolved; without NumPy it warns.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.

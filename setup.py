@@ -89,7 +89,7 @@ setup(
     package_data={
         "shadowkv": ["py.typed"],
         "shadowkv.serve.page": ["static/*"],
-        "shadowkv.models": ["catalogue/*.json"],
+        "shadowkv.models": ["catalogue/*.json", "adapters/*/*"],
     },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildIfPossible},

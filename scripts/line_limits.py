@@ -15,7 +15,7 @@ OF_A_FILE, OF_A_FUNCTION = 600, 80
 OF_A_FOLDER = 16
 """Files of source, at most, without those of folders in it; tests are not counted."""
 
-FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness", "csrc", "tests")
+FOLDERS = ("shadowkv", "scripts", "training", "benchmarks", "robustness", "csrc", "tests")
 FILES_ALONE = "tests/"
 """Functions and folders of this one are not measured."""
 

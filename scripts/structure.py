@@ -12,7 +12,7 @@ import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "structure.md"
-FOLDERS = ("shadowkv", "scripts", "benchmarks", "robustness")
+FOLDERS = ("shadowkv", "scripts", "training", "benchmarks", "robustness")
 INTRODUCTION = """# Structure
 
 How a request travels: `serve` → `engine/process` (to another process, and back), or `LLM` → `engine.Engine.step` →
@@ -22,7 +22,7 @@ Imports point one way: `ops ← kvcache ← layers ← models ← engine ← ser
 `kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
 there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
 `models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
-`robustness/` breaks what it can, `scripts/` is what a developer runs.
+`robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
 from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers

@@ -30,14 +30,14 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Cells that a layer, which stands for a group of layers, selected from, in ascending order.
+    """Cells that a layer, which stands for a group of layers, attended to most, in ascending order.
 
     Attributes:
         layers: the first of the group, and the one after the last.
         layer: the one that was looked at.
         cells: numbers of cells; cell n holds the positions from ``n * cell`` on.
-        weights: for each cell, the share of its selected tokens in the softmax over all that are selected: a mean over
-            query heads.
+        weights: for each cell, the share of its selected tokens in the softmax over all that are selected, or over all
+            tokens but those of ``exact`` where everything is attended to: a mean over query heads.
     """
 
     layers: tuple[int, int]
@@ -55,8 +55,10 @@ class TokenSelections:
         cell: tokens of a cell.
         everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
         exact: runs of positions [first, end) that every layer attended to in addition: the sink, and the newest tokens.
-            Outliers, which policies may keep exact as well, are not reported.
-        groups: by group of layers, what was selected of the rest; empty where everything was attended to.
+            Outliers, which policies may keep exact as well, are not reported. Where everything was attended to, the
+            first and the newest tokens, which always get much of it.
+        groups: by group of layers, where the attention to the rest went: to what was selected of it, or to all of it.
+            Without cells where there is no rest.
     """
 
     length: int

@@ -1,8 +1,9 @@
-"""What the tokens of an answer attended to: read back for requests that ask, from the cache's selection hook.
+"""What the tokens of an answer attended to: read back for requests that ask, from the cache's hooks.
 
 Positions are reported in cells of a few tokens, layers in a few groups: in a context of 60K tokens a step selects
 hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by the attention they get,
-without which they say little: every head selects as much as its budget allows.
+without which they say little: every head selects as much as its budget allows. Where nothing is selected, everything
+is weighted in the same way, but for the first and the newest tokens, which always get much.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.outputs import LayerGroup, TokenSelections
+from shadowkv.kvcache import group as kvcache
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.inspection import selected_scores
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 CELL = 16
@@ -34,20 +38,26 @@ MOST_CELLS = 64
 """Cells reported per group: those with the largest weights."""
 
 
+NEWEST = PAGE
+"""Tokens at the end that are not weighted where everything is attended to, at least."""
+
+
 class SelectionRecord:
     """Selections of some sequences in a decode step, which runs within it as a context, and not as a CUDA graph.
 
     Only the rows of a batch are waited for there, before its first layer: results stay on the device until ``read``.
-    ``read``.
 
     Args:
         sequences: planned for the step.
+        rows: of the step's batch that they are.
     """
 
-    def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence]) -> None:
-        layers = cache.layout.selecting  # in the others everything is attended to
-        self._cache, self._sequences = cache, sequences
-        self._cell = max(CELL, cache.spec.chunk)
+    def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
+        group = max(cache.groups, key=_tells)
+        layers = [] if group.layout.window is not None else list(group.layout.layers)
+        self._cache, self._rows, self._spec = cache, rows, group.layout.spec
+        self._sequences = [sequence.of_group(group.number) for sequence in sequences]
+        self._cell = max(CELL, self._spec.chunk)
         bounds = np.linspace(0, len(layers), min(GROUPS, len(layers)) + 1).astype(int).tolist()
         self._groups = [layers[start:stop] for start, stop in pairwise(bounds)]
         self._found: Tensor | None = None
@@ -56,6 +66,7 @@ class SelectionRecord:
     def __enter__(self) -> SelectionRecord:
         cache = self._cache
         self._lengths = [(one.length, one.sealed) for one in self._sequences]
+        self._everything = [not (sealed and self._spec.selects) for _, sealed in self._lengths]
         self._layers = [[layers[length % len(layers)] for layers in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
@@ -64,13 +75,17 @@ class SelectionRecord:
         self._scores: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._portions: list[list[tuple[int, int]]] = []
         self._calls: Counter[int] = Counter()
-        self._before, cache.selection_hook = cache.selection_hook, self._see
+        self._queried: Counter[int] = Counter()
+        self._before = cache.selection_hook, cache.query_hook
+        cache.selection_hook = self._see
+        if any(self._everything):
+            cache.query_hook = self._see_queries
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cache.selection_hook = self._before
+        self._cache.selection_hook, self._cache.query_hook = self._before
         if error is not None:
             return
         self._found = self._weights()
@@ -82,8 +97,8 @@ class SelectionRecord:
 
     def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         """Handles a portion of the batch; every layer has the same ones, in the same order."""
-        if self._before is not None:
-            selected = self._before(layer, q, batch, selected)
+        if self._before[0] is not None:
+            selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:
             slots = enumerate(batch.slots.tolist())
             self._portions.append([(row, self._numbers[slot]) for row, slot in slots if slot in self._numbers])
@@ -95,6 +110,43 @@ class SelectionRecord:
                 scores = selected_scores(self._cache, layer, q, batch, selected, row)
                 self._scores.setdefault((number, group), []).append(scores)
         return selected
+
+    def _see_queries(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
+        """Handles rows of the batch that follow those of the last call for the layer."""
+        if self._before[1] is not None:
+            self._before[1](layer, q, batch)
+        start = self._queried[layer]
+        self._queried[layer] += len(q)
+        for number, row in enumerate(self._rows):
+            if self._everything[number] and start <= row < start + len(q) and layer in self._layers[number]:
+                scores = self._of_everything(layer, q[row - start], batch, row - start, number)
+                if scores:
+                    self._scores[number, self._layers[number].index(layer)] = scores
+
+    def _of_everything(
+        self, layer: int, q: Tensor, batch: DecodeBatch, row: int, number: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Positions and scores of what a row attends to between the first tokens and the newest, by segment."""
+        (_, first), (end, _) = self._exact(number)
+        if end <= first:
+            return []
+        if not self._lengths[number][1]:
+            return [exact_scores(self._cache, layer, q, batch.pages[row], first, end)]
+        assert batch.sealed is not None
+        if not self._portions:
+            slots = enumerate(batch.sealed.slots.tolist())
+            self._portions = [[(at, self._numbers[slot]) for at, slot in slots if slot in self._numbers]]
+        rows = [at for at, its_number in self._portions[0] if its_number == number]
+        return [coded_scores(self._cache, layer, q, batch.sealed, at, first) for at in rows]
+
+    def _exact(self, number: int) -> list[tuple[int, int]]:
+        """Runs of positions that are not weighted: the sink and the newest tokens."""
+        (length, sealed), sink = self._lengths[number], self._spec.sink_chunks * self._spec.chunk
+        if not self._everything[number]:
+            return [(0, sink), (sealed, length + 1)]
+        newest = sealed or (length + 1 - NEWEST) // self._cell * self._cell
+        first = min(max(sink, self._cell), length + 1)
+        return [(0, first), (max(newest, first), length + 1)]
 
     def _weights(self) -> Tensor:
         """Weights of all cells, float32 [sequences, groups, cells + 1], over all of a sequence's segments."""
@@ -115,9 +167,6 @@ class SelectionRecord:
         return [self._of(number, weights[:, :-1]) for number, weights in enumerate(self._found.numpy())]
 
     def _of(self, number: int, weights: np.ndarray) -> TokenSelections:
-        (length, sealed), spec = self._lengths[number], self._cache.spec
-        if not (sealed and self._groups) or not spec.selects:
-            return TokenSelections(length + 1, self._cell, True, [(0, length + 1)], [])
         groups = []
         for layers, layer, of_cells in zip(self._groups, self._layers[number], weights, strict=True):
             cells = np.sort(np.argsort(-of_cells, kind="stable")[:MOST_CELLS])
@@ -125,5 +174,10 @@ class SelectionRecord:
             groups.append(
                 LayerGroup((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
             )
-        exact = [(0, spec.sink_chunks * spec.chunk), (sealed, length + 1)]
-        return TokenSelections(length + 1, self._cell, False, exact, groups)
+        length, _ = self._lengths[number]
+        return TokenSelections(length + 1, self._cell, self._everything[number], self._exact(number), groups)
+
+
+def _tells(group: kvcache.LayerGroup) -> tuple[bool, bool, int]:
+    """The greatest is the group that is looked at: in the others everything or only a window is attended to."""
+    return group.layout.window is None, group.layout.spec.selects, len(group.layout.layers)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.attention import SelectionHook
+from shadowkv.kvcache.decode.attention import QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
@@ -345,6 +345,17 @@ class KVCache:
     def selection_hook(self, hook: SelectionHook | None) -> None:
         for group in self.groups:
             group.decode.hook = hook
+
+    @property
+    def query_hook(self) -> QueryHook | None:
+        """Called with layer, RoPE-rotated queries [B, H_q, d] and the batch of a decode step, before these attend to
+        anything, also where nothing is selected. As for ``selection_hook``, captured graphs keep theirs."""
+        return self.groups[0].decode.query_hook
+
+    @query_hook.setter
+    def query_hook(self, hook: QueryHook | None) -> None:
+        for group in self.groups:
+            group.decode.query_hook = hook
 
     @property
     def block_hook(self) -> BlockHook | None:

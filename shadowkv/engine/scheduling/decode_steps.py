@@ -115,7 +115,9 @@ class DecodeSteps:
             return None
         started, captures = Mark(self.runner.cache.device), self.runner.captures
         asking = [row for row, running in enumerate(rows) if running.request.params.return_selections]
-        record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking]) if asking else None
+        record = None
+        if asking:
+            record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
         logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work)
         captured = self.runner.captures > captures

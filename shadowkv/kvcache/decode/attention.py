@@ -24,11 +24,16 @@ SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
 to. Layers are counted as the model does."""
 
 
+QueryHook = Callable[[int, Tensor, DecodeBatch], None]
+"""Sees the layer, RoPE-rotated queries [B, H_q, d] and the batch. Layers are counted as the model does."""
+
+
 class Decode:
     """The decode half of a group of layers, which are counted within it.
 
     Attributes:
         hook: public hook for selections; to be set before steps are captured in graphs.
+        query_hook: the same for queries, whatever they attend to.
     """
 
     def __init__(self, store: Store, sealing: Sealing) -> None:
@@ -37,6 +42,7 @@ class Decode:
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
         self.hook: SelectionHook | None = None
+        self.query_hook: QueryHook | None = None
 
     def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
@@ -67,6 +73,8 @@ class Decode:
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
         """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it."""
         q = self.apply_rope(q, batch)
+        if self.query_hook is not None:
+            self.query_hook(self.store.layout.layers[layer], q, batch)
         if batch.sealed is not None and self.fetching is not None:
             return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
         out = self._attend(layer, q, batch)

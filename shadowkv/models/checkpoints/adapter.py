@@ -1,4 +1,8 @@
-"""LoRA adapters in PEFT's format, merged into the weights while they load (arXiv:2106.09685)."""
+"""LoRA adapters in PEFT's format, merged into the weights while they load (arXiv:2106.09685).
+
+Matrices may be int8 with a scale for each row, ``weight`` and ``weight_scale`` as compressed-tensors names them: a
+quarter of float32's bytes, for adapters that come with the project.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_number, is_there, read_json
-from shadowkv.models.checkpoints.safetensors_weights import open_safetensors, read_shapes
+from shadowkv.models.checkpoints.safetensors_weights import DTYPES, open_safetensors, read_header
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 
-_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
+_NAME = re.compile(
+    r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight(?P<scale>_scale)?$"
+)
+_INT8 = "I8"
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
@@ -36,6 +43,10 @@ class Adapter:
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
 
+    Attributes:
+        pairs: module -> its matrices, ``A`` [r, K] and ``B`` [N, r].
+        scale: of their products.
+
     Raises FileNotFoundError for missing files and ModelFileError for adapters other than plain LoRA.
     """
 
@@ -51,12 +62,18 @@ class Adapter:
         rank, targeted = config["r"], config.get("target_modules")
         reasons = [f"{key}={config[key]!r} is not supported" for key in _PLAIN if config.get(key) not in _PLAIN[key]]
         modules: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, shape in read_shapes(weights_file).items():
+        header = read_header(weights_file, (*DTYPES, _INT8))
+        for name, (shape, dtype) in header.items():
             match = _NAME.match(name)
             if match is None:
                 reasons.append(f"tensor {name} is no LoRA matrix")
-            else:
+            elif match["scale"] is None:
                 modules.setdefault(match["module"], {})[match["side"]] = shape
+                scale = header.get(f"{name}_scale")
+                if dtype == _INT8 and (scale is None or scale[0] != (*shape[:1], 1) or scale[1] == _INT8):
+                    reasons.append(f"{name} is int8 and has no scale for each of its {shape[0]} rows")
+            elif header.get(name.removesuffix("_scale"), ((), ""))[1] != _INT8:
+                reasons.append(f"{name} belongs to no int8 matrix")
         for module, shapes in modules.items():
             if len(shapes) != 2:
                 reasons.append(f"{module} has only one of lora_A and lora_B")
@@ -71,13 +88,13 @@ class Adapter:
         if reasons:
             remedy = "only plain LoRA is supported, with all that its config names"
             raise ModelFileError(directory, f"the adapter cannot be used: {in_words(reasons)}", remedy)
-        self._directory, self._pairs = directory, _read_pairs(weights_file)
+        self._directory, self.pairs = directory, _read_pairs(weights_file)
         self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks the adapter against a model's weights; raises ModelFileError where a pair does not fit."""
         unknown = []
-        for module, pair in self._pairs.items():
+        for module, pair in self.pairs.items():
             update, needed = (pair["B"].shape[0], pair["A"].shape[1]), shapes.get(f"{module}.weight")
             if needed is None:
                 unknown.append(module)
@@ -92,12 +109,12 @@ class Adapter:
     @property
     def changed(self) -> list[str]:
         """Names of the weights that it is merged into."""
-        return [f"{module}.weight" for module in self._pairs]
+        return [f"{module}.weight" for module in self.pairs]
 
     def merged(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The stream with the adapter, which must have been checked, added in float32."""
         for name, stored in tensors:
-            pair = self._pairs.get(name.removesuffix(".weight"))
+            pair = self.pairs.get(name.removesuffix(".weight"))
             if pair is not None and name.endswith(".weight"):
                 stored = torch.add(dense(stored).float(), pair["B"].float() @ pair["A"].float(), alpha=self.scale)
             yield name, stored
@@ -130,5 +147,9 @@ def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
         for name in opened.keys():  # noqa: SIM118 (not a mapping)
             match = _NAME.match(name)
             assert match is not None
-            pairs.setdefault(match["module"], {})[match["side"]] = opened.get_tensor(name)
+            if match["scale"] is None:
+                matrix = opened.get_tensor(name)
+                if matrix.dtype == torch.int8:
+                    matrix = matrix.float() * opened.get_tensor(f"{name}_scale").float()
+                pairs.setdefault(match["module"], {})[match["side"]] = matrix
     return pairs

@@ -32,11 +32,6 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         raise ModelFileError(file, str(error)) from error
 
 
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a file; raises ModelFileError for types other than ``DTYPES``."""
-    return {name: shape for name, (shape, _) in read_header(file).items()}
-
-
 def read_header(file: Path, dtypes: Sequence[str] = DTYPES) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of every tensor of a file; raises ModelFileError for types other than ``dtypes``."""
     header = {}

@@ -53,7 +53,8 @@ class TokenSelections(Answer):
     """What a token of an answer attended to, out of the ``length`` tokens before it.
 
     Cell n has ``cell`` tokens, from position n x ``cell`` on. ``exact`` are runs [first, end) of positions that all
-    layers attended to in addition.
+    layers attended to in addition. ``groups`` say where the attention to the others went: to those that were selected,
+    or, with ``everything``, to all of them.
     """
 
     length: int

