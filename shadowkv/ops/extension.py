@@ -38,6 +38,7 @@ def load_cpu() -> bool:
         return False
     functions = (
         _attend_selected,
+        _decode_layers,
         _dequantise_blocks,
         _paged_attention,
         _quantised_matmul,
@@ -61,6 +62,14 @@ def block_memory(device: torch.device) -> int:
 
 def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _decode_layers(
+    x: Tensor, attended: Tensor | None, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, dim = k[0].shape[1], k[0].shape[3]
+    q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: runs[0]]) // dim - 2 * heads, dim)
+    return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2])
 
 
 def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

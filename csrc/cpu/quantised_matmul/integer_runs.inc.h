@@ -53,15 +53,28 @@ static SHADOWKV_INLINE float half_to_float(const uint8_t* from) {
   return _cvtsh_ss(bits);
 }
 
-// `count` numbers, up to 8, each `step` bytes behind the one before; the last one again in lanes past them.
-static SHADOWKV_INLINE Floats8 halves_to_floats(const uint8_t* from, int64_t step, int64_t count) {
-  const auto bits = [&](int64_t i) {
-    int16_t x;
-    __builtin_memcpy(&x, from + (i < count ? i : count - 1) * step, sizeof x);
-    return x;
-  };
-  return (Floats8)_mm256_cvtph_ps(
-      _mm_setr_epi16(bits(0), bits(1), bits(2), bits(3), bits(4), bits(5), bits(6), bits(7)));
+// `count` numbers, 1 to 8, each STEP bytes behind the one before; 0 in lanes past them.
+template <int64_t STEP>
+static SHADOWKV_INLINE Floats8 halves_to_floats(const uint8_t* from, int64_t count) {
+  __m128i halves = _mm_setzero_si128();
+#define INSERT(i)                                     \
+  {                                                   \
+    int16_t bits;                                     \
+    __builtin_memcpy(&bits, from + i * STEP, 2);      \
+    halves = _mm_insert_epi16(halves, bits, i);       \
+  }
+  switch (count) {
+    default: INSERT(7) [[fallthrough]];
+    case 7: INSERT(6) [[fallthrough]];
+    case 6: INSERT(5) [[fallthrough]];
+    case 5: INSERT(4) [[fallthrough]];
+    case 4: INSERT(3) [[fallthrough]];
+    case 3: INSERT(2) [[fallthrough]];
+    case 2: INSERT(1) [[fallthrough]];
+    case 1: INSERT(0)
+  }
+#undef INSERT
+  return (Floats8)_mm256_cvtph_ps(halves);
 }
 
 // sums + products of 32 codes with a digit of each number, four to a lane.
@@ -112,7 +125,7 @@ struct BlockCodes<Q4_0> {
   static constexpr bool HAS_MINIMA = false;
 
   static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8&) {
-    *scales = halves_to_floats(block, BLOCK_FORMATS[Q4_0].bytes, runs);
+    *scales = halves_to_floats<BLOCK_FORMATS[Q4_0].bytes>(block, runs);
   }
 
   static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
@@ -126,8 +139,8 @@ struct BlockCodes<Q4_1> {
   static constexpr bool HAS_MINIMA = true;
 
   static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8& minima) {
-    *scales = halves_to_floats(block, BLOCK_FORMATS[Q4_1].bytes, runs);
-    minima = halves_to_floats(block + 2, BLOCK_FORMATS[Q4_1].bytes, runs);
+    *scales = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block, runs);
+    minima = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block + 2, runs);
   }
 
   static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
@@ -141,7 +154,7 @@ struct BlockCodes<Q8_0> {
   static constexpr bool HAS_MINIMA = false;
 
   static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8&) {
-    *scales = halves_to_floats(block, BLOCK_FORMATS[Q8_0].bytes, runs);
+    *scales = halves_to_floats<BLOCK_FORMATS[Q8_0].bytes>(block, runs);
   }
 
   static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {

@@ -9,10 +9,10 @@ static SHADOWKV_INLINE Floats8 spread(const float* factor) {
   return Floats8{low, low, low, low, high, high, high, high};
 }
 
-// out [N, R] = products of N tokens, `token_runs` apart, with R rows.
+// out [N, R] = products of N tokens, `token_runs` apart, with R rows; also prefetches rows that many bytes ahead.
 template <BlockKind KIND, int R, int N>
 static SHADOWKV_INLINE void multiply_integer_tile(
-    const uint8_t* const* rows, int64_t columns, const IntegerRuns* x, int64_t token_runs, float* out) {
+    const uint8_t* const* rows, int64_t ahead, int64_t columns, const IntegerRuns* x, int64_t token_runs, float* out) {
   typedef BlockCodes<KIND> Blocks;
   constexpr BlockFormat FORMAT = BLOCK_FORMATS[KIND];
   constexpr int SCALES = Blocks::SCALES;
@@ -25,6 +25,9 @@ static SHADOWKV_INLINE void multiply_integer_tile(
     for (int row = 0; row < R; ++row) {
       Floats8 of_row[SCALES], least = {};
       blocks[row] = rows[row] + start / FORMAT.values * FORMAT.bytes;
+      // Of rows to come: pieces of rows are too short for the hardware prefetcher.
+      for (int64_t i = 0; i < 256 / FORMAT.values * FORMAT.bytes; i += 64)
+        __builtin_prefetch(blocks[row] + ahead + i);
       Blocks::parameters(blocks[row], runs, of_row, least);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
@@ -66,7 +69,7 @@ static void multiply_kind(
       const uint8_t* rows[R];
       for (int i = 0; i < R; ++i) rows[i] = matrix.blocks + (row + i < last ? row + i : last - 1) * matrix.row_bytes;
       float products[N * R];
-      multiply_integer_tile<KIND, R, N>(rows, matrix.columns, x + token * runs, runs, products);
+      multiply_integer_tile<KIND, R, N>(rows, 2 * R * matrix.row_bytes, matrix.columns, x + token * runs, runs, products);
       for (int n = 0; n < N; ++n)
         for (int i = 0; i < R && row + i < last; ++i) out[(token + n) * out_row + row + i] = products[n * R + i];
     }
