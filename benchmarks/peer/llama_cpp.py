@@ -6,9 +6,10 @@ llama.cpp is the wheel ``xllamacpp`` in a Python of its own, whose server it sta
     python -m benchmarks.peer.llama_cpp --llama-python /tmp/llama/bin/python --out benchmarks/results/cpu/peer.json
 
 Every case is measured in ``--rounds`` turns of both, ours first in one and theirs in the next, over HTTP, with streamed
-greedy answers that no end token ends. No prompt comes twice, or starts as another does. Both spin while threads wait for
-one another, and lose whole milliseconds where anything else runs: the table has each engine's best turn beside its
-median.
+greedy answers that no end token ends. No prompt comes twice, or starts as another does. Threads of either spin while
+they wait for one another, and where anything else runs a token waits for whole slices of the scheduler: the table has
+each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time of a server's processes
+(``cpu_ms_per_token``, after the first tokens are taken off by a turn of one token each) hardly depends on other load.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from shadowkv.eval.provenance import provenance
 ENGINES = ("shadowkv", "llama.cpp")
 SERVED = "model"  # llama.cpp takes any name
 
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name president team minute idea kid body information"
-).split()
+WORDS = [
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
+    "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother",
+    "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word",
+]  # fmt: skip
 """Each is a token behind a space."""
 
 
@@ -75,8 +76,8 @@ async def turn(client: CompletionClient, case: Case, seed: int) -> dict[str, flo
     """The figures of a case's users, all of whom ask at once.
 
     Returns:
-        prompt_tokens; ttft, ms to the first token; prompt_tokens_per_s up to it; tpot, ms a token after it; each the mean of
-        the users; and tokens_per_s, those of all answers over the time from the first request to the last token.
+        Means of the users: prompt_tokens; ttft, ms to the first token; prompt_tokens_per_s up to it; tpot, ms a token
+        after it. And tokens_per_s, those of all answers over the time from the first request to the last token.
     """
     records = [Record(0.0, 0) for _ in range(case.users)]
 
@@ -113,7 +114,7 @@ async def measure(
     """Every turn of each case by engine, after one of the first case that does not count."""
     turns: dict[str, dict[str, list[dict[str, float]]]] = {case.name: {} for case in cases}
     seed = 0
-    for engine, client in clients.items():
+    for client in clients.values():
         await turn(client, cases[0], seed := seed + 1)
     for case in cases:
         for number in range(rounds):
@@ -169,7 +170,10 @@ def main() -> int:
     serve += ["--served-model-name", SERVED, *args.flags]
     peer = Path(__file__).with_name("llama_server.py")
     sizes = ("--threads", str(args.threads), "--slots", str(users), "--context", str(longest))
-    commands = {"shadowkv": serve, "llama.cpp": [os.fspath(args.llama_python), os.fspath(peer), "--model", file, *sizes]}
+    commands = {
+        "shadowkv": serve,
+        "llama.cpp": [os.fspath(args.llama_python), os.fspath(peer), "--model", file, *sizes],
+    }
     with ExitStack() as servers:
         clients = {}
         for port, engine in enumerate(args.engines, args.port):

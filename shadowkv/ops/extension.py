@@ -15,6 +15,7 @@ from torch import Tensor
 from shadowkv.ops.dequantise_blocks.reference import columns_of
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 
 NAME = "shadowkv._cpu"
 
@@ -44,6 +45,7 @@ def load_cpu() -> bool:
         _quantised_matmul,
         _select_by_sketch,
         _sign_scores,
+        _sketch_queries,
     )
     fakes = {fake.__name__[1:]: fake for fake in functions}
     if not all(hasattr(torch.ops.shadowkv, name) for name in fakes):
@@ -65,7 +67,7 @@ def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode_layers(
-    x: Tensor, attended: Tensor | None, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
+    x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, dim = k[0].shape[1], k[0].shape[3]
     q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: runs[0]]) // dim - 2 * heads, dim)
@@ -83,6 +85,13 @@ def _sign_scores(whole: Tensor, unit: Tensor, signs: Tensor, scale: Tensor, page
 def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (*coarse.shape[:2], rest[-1])
     return coarse.new_empty(shape, dtype=torch.int64), coarse.new_empty(shape, dtype=torch.float32)
+
+
+def _sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    (batch, heads, dim), unit = q.shape, q.new_empty(q.shape[:2])
+    whole = q.new_empty(batch, heads, 8, plane_bytes(dim), dtype=torch.int8)
+    total, planes = unit.int(), whole[:, :, :PLANES].to(torch.uint8)
+    return whole, unit, total, planes, total.clone(), unit.clone()
 
 
 def _quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:

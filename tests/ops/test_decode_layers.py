@@ -36,23 +36,35 @@ def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]
 
 def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False, **rope: object) -> Layers:
     """Layers of random weights, with pages full of random tokens of a batch."""
-    parts, made = FORMS[forms], []
-    query = QUERY_HEADS * DIM
+    parts, made, query = FORMS[forms], [], QUERY_HEADS * DIM
 
-    def norm(size: int, there: bool = True) -> Tensor | None:
+    def norm(size: int, there: bool) -> Tensor | None:
         return 1 + 0.3 * torch.randn(size) if there else None
 
     for _ in range(count):
         arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, DIM)
-        made.append(
-            Layer(
-                norm(HIDDEN), projection(query + 2 * HEADS * DIM, HIDDEN, parts, bias), norm(DIM, norms), norm(DIM, norms),
-                projection(HIDDEN, query if forms != "mixed" else query, FLOATS if forms == "mixed" else parts, bias),
-                norm(HIDDEN, norms), norm(HIDDEN), projection(2 * INTERMEDIATE, HIDDEN, parts),
-                projection(HIDDEN, INTERMEDIATE, parts), norm(HIDDEN, norms), arena[0], arena[1],
-            )
-        )  # fmt: skip
+        layer = Layer(
+            attention_norm=1 + 0.3 * torch.randn(HIDDEN),
+            qkv=projection(query + 2 * HEADS * DIM, HIDDEN, parts, bias),
+            query_norm=norm(DIM, norms),
+            key_norm=norm(DIM, norms),
+            out=projection(
+                HIDDEN, query, FLOATS if forms == "mixed" else parts, bias
+            ),  # 384 are not whole blocks of 256
+            post_attention_norm=norm(HIDDEN, norms),
+            mlp_norm=1 + 0.3 * torch.randn(HIDDEN),
+            gate_up=projection(2 * INTERMEDIATE, HIDDEN, parts),
+            down=projection(HIDDEN, INTERMEDIATE, parts),
+            post_mlp_norm=norm(HIDDEN, norms),
+            k_pages=arena[0],
+            v_pages=arena[1],
+        )
+        made.append(layer)
     return Layers(made, 1e-5, RotaryTables(RopeConfig(DIM, **rope), 1000))  # type: ignore[arg-type]
+
+
+def part(layers: Layers, some: slice) -> Layers:
+    return Layers(layers.layers[some], layers.eps, layers.rotary)
 
 
 def copied(layers: Layers) -> Layers:
@@ -65,7 +77,10 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
     """The newest token of sequences that have these lengths with it, in pages in no order."""
     names = torch.randperm(NUM_PAGES)
     width = max(-(-length // PAGE) for length in lengths)
-    pages, counts = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
+    pages, counts = (
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+    )
     for row, length in enumerate(lengths):
         used = -(-length // PAGE)
         pages[row, :used], names = names[:used], names[used:]
@@ -89,7 +104,9 @@ def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> 
         assert_same(found, expected)
         for mine, other in zip(layers, theirs, strict=True):
             assert_same((mine.k_pages, mine.v_pages), (other.k_pages, other.v_pages))
-        stream, q, attended, lse = decode_layers(x, None, Layers(layers.layers[:1], layers.eps, layers.rotary), tokens, True)
+        stream, q, attended, lse = decode_layers(
+            x, None, Layers(layers.layers[:1], layers.eps, layers.rotary), tokens, True
+        )
         for number in range(1, len(layers.layers)):
             pair = Layers(layers.layers[number - 1 : number + 1], layers.eps, layers.rotary)
             stream, q, attended, lse = decode_layers(stream, attended, pair, tokens, True)
@@ -106,7 +123,9 @@ def test_layers_of_any_weights_and_batch(seed: int, forms: str, lengths: tuple[i
     assert_as_reference(make_layers(3, forms), new_tokens(lengths), threads=2)
 
 
-@pytest.mark.parametrize("rope", [{}, {"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 32}])
+@pytest.mark.parametrize(
+    "rope", [{}, {"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 32}]
+)
 def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, object]) -> None:
     assert_as_reference(make_layers(2, "floats", norms=True, bias=True, **rope), new_tokens((5, 130)), threads=3)
 
@@ -143,5 +162,4 @@ def test_arguments_that_do_not_fit_are_named(seed: int) -> None:
     with pytest.raises(IndexError, match=r"position 1000 is not in \[0, 1000\)"):
         decode_layers(x, None, layers, replace(tokens, positions=torch.tensor([1000])), False)
     with pytest.raises(RuntimeError, match="one layer cannot begin behind its attention and end with it"):
-        one = Layers(layers.layers[:1], layers.eps, layers.rotary)
-        decode_layers(x, torch.randn(1, QUERY_HEADS, DIM), one, tokens, True)
+        decode_layers(x, torch.randn(1, QUERY_HEADS, DIM), part(layers, slice(1)), tokens, True)

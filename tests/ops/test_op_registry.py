@@ -22,7 +22,8 @@ ROOT = Path(shadowkv.ops.__file__).parent
 BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
 
 TURBO = Case(
-    ops=frozenset(NAMES) - {"attend_coded", *FusedLayers.calls}, dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
+    ops=frozenset(NAMES) - {"attend_coded", *FusedLayers.calls},
+    dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
     host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip

@@ -37,6 +37,18 @@ struct Lists {
   at::IntArrayRef runs;
   size_t vector = 0, matrix = 0, projection = 0;
 
+  // Rows of a projection of the first layer: sizes that the lists alone say, and that all layers are checked against.
+  int64_t rows_of(int64_t number) const {
+    int64_t first = 0, rows = 0;
+    for (int64_t i = 0; i < number; ++i) first += runs[i];
+    for (int64_t i = first; i < first + runs[number]; ++i) {
+      TORCH_CHECK(
+          i >= 0 && i < static_cast<int64_t>(matrices.size()), "runs are of more than ", matrices.size(), " matrices");
+      rows += matrices[i].size(0);
+    }
+    return rows;
+  }
+
   const float* next_vector(const char* name, int64_t size) { return vector_of(vectors.get(vector++), name, size); }
 
   shadowkv::Projection next_projection(const char* name, int64_t rows, int64_t columns) {
@@ -66,6 +78,29 @@ struct Lists {
     ++projection;
     return result;
   }
+
+  shadowkv::Layer next_layer(
+      const shadowkv::LayerSizes& sizes, int64_t qkv_rows, int64_t gate_up_rows, const Tensor& k, const Tensor& v) {
+    shadowkv::Layer layer = {};
+    layer.attention_norm = next_vector("attention_norm", sizes.hidden);
+    const float* qkv_bias = next_vector("the bias of qkv", qkv_rows);
+    layer.query_norm = next_vector("query_norm", sizes.dim);
+    layer.key_norm = next_vector("key_norm", sizes.dim);
+    const float* out_bias = next_vector("the bias of out", sizes.hidden);
+    layer.post_attention_norm = next_vector("post_attention_norm", sizes.hidden);
+    layer.mlp_norm = next_vector("mlp_norm", sizes.hidden);
+    layer.post_mlp_norm = next_vector("post_mlp_norm", sizes.hidden);
+    TORCH_CHECK(layer.attention_norm != nullptr && layer.mlp_norm != nullptr, "a layer lacks a norm");
+    layer.qkv = next_projection("qkv", qkv_rows, sizes.hidden);
+    layer.out = next_projection("out", sizes.hidden, sizes.heads * sizes.group * sizes.dim);
+    layer.gate_up = next_projection("gate_up", gate_up_rows, sizes.hidden);
+    layer.down = next_projection("down", sizes.hidden, sizes.intermediate);
+    layer.qkv.bias = qkv_bias;
+    layer.out.bias = out_bias;
+    layer.k = const_cast<float*>(k.const_data_ptr<float>());
+    layer.v = const_cast<float*>(v.const_data_ptr<float>());
+    return layer;
+  }
 };
 
 void check_pages(const Tensor& pages, const Tensor& counts, int64_t num_pages, int64_t rows) {
@@ -84,6 +119,21 @@ const int64_t* numbers_of(const Tensor& x, const char* name, int64_t size, int64
   for (int64_t i = 0; i < size; ++i)
     TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < limit, name, " ", numbers[i], " is not in [0, ", limit, ")");
   return numbers;
+}
+
+// Pages that all layers have, whose keys and values are in the same places.
+int64_t check_layers(at::TensorList k_pages, at::TensorList v_pages) {
+  const Tensor& k = k_pages[0];
+  int64_t num_pages = std::numeric_limits<int64_t>::max();
+  for (at::TensorList parts : {k_pages, v_pages})
+    for (const Tensor& part : parts) {
+      check(part, "pages of keys or values", 4, at::kFloat);
+      TORCH_CHECK(
+          part.strides() == k.strides() && part.stride(3) == 1 && part.sizes().slice(1) == k.sizes().slice(1),
+          "pages have shapes ", k.sizes(), " and ", part.sizes(), ", strides ", k.strides(), " and ", part.strides());
+      num_pages = std::min(num_pages, part.size(0));
+    }
+  return num_pages;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
@@ -105,15 +155,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
   check(pages, "pages", 2, at::kLong);
   check(counts, "counts", 2, at::kLong);
   const Tensor& k = k_pages[0];
-  int64_t num_pages = std::numeric_limits<int64_t>::max();
-  for (int64_t i = 0; i < count; ++i)
-    for (const Tensor* part : {&k_pages[i], &v_pages[i]}) {
-      check(*part, "pages of keys or values", 4, at::kFloat);
-      TORCH_CHECK(
-          part->strides() == k.strides() && part->stride(3) == 1 && part->sizes().slice(1) == k.sizes().slice(1),
-          "pages have shapes ", k.sizes(), " and ", part->sizes(), ", strides ", k.strides(), " and ", part->strides());
-      num_pages = std::min(num_pages, part->size(0));
-    }
+  const int64_t num_pages = check_layers(k_pages, v_pages);
   const int64_t batch = x.size(0), hidden = x.size(1), heads = k.size(1), dim = k.size(3);
   shadowkv::Rope rope = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1), interleaved};
   TORCH_CHECK(
@@ -128,15 +170,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
       numbers_of(positions, "position", batch, cos.size(0)), numbers_of(write_page, "page", batch, num_pages),
       numbers_of(write_offset, "offset", batch, k.size(2))};
 
-  // Sizes that the lists alone say: of the first layer, which all others are checked against.
-  int64_t qkv_rows = 0, gate_up_rows = 0;
-  size_t matrix = 0;
-  for (int64_t projection = 0; projection < PROJECTIONS; ++projection)
-    for (int64_t i = 0; i < runs[projection]; ++i, ++matrix) {
-      TORCH_CHECK(matrix < matrices.size(), "runs are of more than ", matrices.size(), " matrices");
-      if (projection == 0) qkv_rows += matrices[matrix].size(0);
-      if (projection == 2) gate_up_rows += matrices[matrix].size(0);
-    }
+  Lists lists = {vectors, matrices, forms, runs};
+  const int64_t qkv_rows = lists.rows_of(0), gate_up_rows = lists.rows_of(2);
   const int64_t query_heads = qkv_rows / dim - 2 * heads;
   TORCH_CHECK(
       query_heads > 0 && query_heads % heads == 0 && qkv_rows % dim == 0 && gate_up_rows % 2 == 0, "projections have ",
@@ -144,28 +179,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
   const shadowkv::LayerSizes sizes = {
       batch,       hidden,      gate_up_rows / 2, heads, query_heads / heads, dim, k.stride(0), k.stride(1), k.stride(2),
       static_cast<float>(eps)};
-  Lists lists = {vectors, matrices, forms, runs};
-  std::vector<shadowkv::Layer> layers(count);
-  for (int64_t i = 0; i < count; ++i) {
-    shadowkv::Layer& layer = layers[i];
-    layer.attention_norm = lists.next_vector("attention_norm", hidden);
-    const float* qkv_bias = lists.next_vector("the bias of qkv", qkv_rows);
-    layer.query_norm = lists.next_vector("query_norm", dim);
-    layer.key_norm = lists.next_vector("key_norm", dim);
-    const float* out_bias = lists.next_vector("the bias of out", hidden);
-    layer.post_attention_norm = lists.next_vector("post_attention_norm", hidden);
-    layer.mlp_norm = lists.next_vector("mlp_norm", hidden);
-    layer.post_mlp_norm = lists.next_vector("post_mlp_norm", hidden);
-    TORCH_CHECK(layer.attention_norm != nullptr && layer.mlp_norm != nullptr, "layer ", i, " lacks a norm");
-    layer.qkv = lists.next_projection("qkv", qkv_rows, hidden);
-    layer.out = lists.next_projection("out", hidden, query_heads * dim);
-    layer.gate_up = lists.next_projection("gate_up", gate_up_rows, hidden);
-    layer.down = lists.next_projection("down", hidden, gate_up_rows / 2);
-    layer.qkv.bias = qkv_bias;
-    layer.out.bias = out_bias;
-    layer.k = const_cast<float*>(k_pages[i].const_data_ptr<float>());
-    layer.v = const_cast<float*>(v_pages[i].const_data_ptr<float>());
-  }
+  std::vector<shadowkv::Layer> layers;
+  for (int64_t i = 0; i < count; ++i)
+    layers.push_back(lists.next_layer(sizes, qkv_rows, gate_up_rows, k_pages[i], v_pages[i]));
 
   Tensor stream = at::empty({batch, hidden}, x.options());
   stream.copy_(x);

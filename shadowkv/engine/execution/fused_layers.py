@@ -1,10 +1,13 @@
-"""Decode steps through all layers in one call of an op, or in one call a layer where sequences are compressed: on a CPU,
-where a small model's step is otherwise mostly the way from one op to the next."""
+"""Decode steps through all layers in one call of an op, or in one call a layer where sequences are compressed.
+
+On a CPU a small model's step is otherwise mostly the way from one op to the next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 from torch import Tensor
 
@@ -35,7 +38,8 @@ class FusedLayers:
         (group,) = cache.groups
         self._ops, self._attention = cache.ops, group.decode
         eps, rotary, store = model.config.rms_norm_eps, group.store.rotary, group.store
-        layers = [_layer(layer, store.k[at], store.v[at]) for at, layer in enumerate(model.layers)]
+        modules = cast("list[DecoderLayer]", list(model.layers))
+        layers = [_layer(layer, *pages) for layer, *pages in zip(modules, store.k, store.v, strict=True)]
 
         def joined(some: Sequence[op.Layer]) -> op.Layers:
             return op.Layers(some, eps, rotary)
@@ -58,11 +62,11 @@ class FusedLayers:
         if batch.sealed is None:
             result: Tensor = decode(x, None, self._all, tokens, False)[0]
             return result
-        x, *exact = decode(x, None, self._first, tokens, True)
-        for layer, pair in enumerate(self._neighbours):
-            x, *exact = decode(x, self._attention.attend_beside(layer, *exact, batch), pair, tokens, True)
-        attended = self._attention.attend_beside(len(self._neighbours), *exact, batch)
-        result = decode(x, attended, self._last, tokens, False)[0]
+        attend = self._attention.attend_beside
+        x, q, out, lse = decode(x, None, self._first, tokens, True)
+        for number, pair in enumerate(self._neighbours):
+            x, q, out, lse = decode(x, attend(number, q, out, lse, batch), pair, tokens, True)
+        result = decode(x, attend(len(self._neighbours), q, out, lse, batch), self._last, tokens, False)[0]
         return result
 
 

@@ -86,8 +86,8 @@ class Decode:
         return self._merge(exact(), sealed, batch)
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] over everything where that over exact tokens is known, ``out`` [B, H_q, d] with ``lse``
-        [B, H_q]; queries [B, H_q, d] are after RoPE, and the batch has sealed tokens, none of whose values are fetched."""
+        """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE over all tokens, where that over the exact ones is
+        known: ``out`` [B, H_q, d] with ``lse`` [B, H_q]. Some tokens are sealed, and no values are fetched."""
         assert batch.sealed is not None, "nothing is sealed"
         return self._merge((out, lse), self._attend_sealed(layer, batch.of_sealed(q), batch.sealed), batch)
 
