@@ -8,8 +8,8 @@ llama.cpp is the wheel ``xllamacpp`` in a Python of its own, whose server it sta
 Every case is measured in ``--rounds`` turns of both, ours first in one and theirs in the next, over HTTP, with streamed
 greedy answers that no end token ends. No prompt comes twice, or starts as another does. Threads of either spin while
 they wait for one another, and where anything else runs a token waits for whole slices of the scheduler: the table has
-each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time of a server's processes
-(``cpu_ms_per_token``, after the first tokens are taken off by a turn of one token each) hardly depends on other load.
+each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time of a server's processes a
+token hardly depends on other load.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.serving.server import running
 from shadowkv.bench.client import CompletionClient
@@ -72,18 +74,30 @@ def prompt(words: int, seed: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-async def turn(client: CompletionClient, case: Case, seed: int) -> dict[str, float]:
+def cpu_seconds(port: int) -> float:
+    """CPU time so far of the server on ``port``, which this process has started, and of what that has started."""
+    server = next(child for child in psutil.Process().children() if str(port) in child.cmdline())
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
+
+
+async def turn(port: int, case: Case, seed: int) -> dict[str, float]:
     """The figures of a case's users, all of whom ask at once.
 
     Returns:
         Means of the users: prompt_tokens; ttft, ms to the first token; prompt_tokens_per_s up to it; tpot, ms a token
-        after it. And tokens_per_s, those of all answers over the time from the first request to the last token.
+        after it. Of all of them: tokens_per_s, those of all answers over the time from the first request to the last
+        token; and cpu_ms_per_token, CPU time of the server's processes, from when everyone had a first token.
     """
     records = [Record(0.0, 0) for _ in range(case.users)]
+    client = CompletionClient(f"http://127.0.0.1:{port}/v1")  # whose connections no server has had time to close
+    all_decode: list[tuple[float, int]] = []
 
     async def ask(user: int, record: Record) -> None:
         def see(event: dict[str, Any], when: float) -> None:
             record.input_tokens = (event.get("usage") or {}).get("prompt_tokens", record.input_tokens)
+            if not all_decode and all(one.chunks for one in records):
+                all_decode.append((cpu_seconds(port), sum(len(one.chunks) for one in records)))
 
         body = {
             "model": SERVED,
@@ -97,6 +111,8 @@ async def turn(client: CompletionClient, case: Case, seed: int) -> dict[str, flo
         await client.stream(json.dumps(body).encode(), record, see)
 
     await asyncio.gather(*(ask(user, record) for user, record in enumerate(records)))
+    client.close()
+    (before, tokens), after = all_decode[0], cpu_seconds(port)
     seconds = max(record.chunks[-1] for record in records) - min(record.sent for record in records)
     mean = statistics.fmean
     return {
@@ -105,21 +121,22 @@ async def turn(client: CompletionClient, case: Case, seed: int) -> dict[str, flo
         "prompt_tokens_per_s": mean(record.input_tokens / (record.seconds("ttft") or 1.0) for record in records),
         "tpot": 1e3 * mean(record.seconds("tpot") or 0.0 for record in records),
         "tokens_per_s": sum(record.tokens for record in records) / seconds,
+        "cpu_ms_per_token": 1e3 * (after - before) / (sum(record.tokens for record in records) - tokens),
     }
 
 
 async def measure(
-    clients: dict[str, CompletionClient], cases: Sequence[Case], rounds: int
+    ports: dict[str, int], cases: Sequence[Case], rounds: int
 ) -> dict[str, dict[str, list[dict[str, float]]]]:
     """Every turn of each case by engine, after one of the first case that does not count."""
     turns: dict[str, dict[str, list[dict[str, float]]]] = {case.name: {} for case in cases}
     seed = 0
-    for client in clients.values():
-        await turn(client, cases[0], seed := seed + 1)
+    for port in ports.values():
+        await turn(port, cases[0], seed := seed + 1)
     for case in cases:
         for number in range(rounds):
-            for engine in list(clients)[:: 1 if number % 2 == 0 else -1]:
-                figures = await turn(clients[engine], case, seed := seed + 1)
+            for engine in list(ports)[:: 1 if number % 2 == 0 else -1]:
+                figures = await turn(ports[engine], case, seed := seed + 1)
                 turns[case.name].setdefault(engine, []).append(figures)
                 print(f"{case.name:24}{engine:12}", {k: round(v, 1) for k, v in figures.items()}, flush=True)
     return turns
@@ -128,7 +145,7 @@ async def measure(
 def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """By figure, the best and the median of each engine's turns, and what ours is of theirs, by both."""
     rows = {}
-    for name in ("ttft", "prompt_tokens_per_s", "tpot", "tokens_per_s"):
+    for name in ("ttft", "prompt_tokens_per_s", "tpot", "tokens_per_s", "cpu_ms_per_token"):
         row, best = {}, max if name.endswith("per_s") else min
         for engine, figures in turns.items():
             values = [figure[name] for figure in figures]
@@ -175,13 +192,12 @@ def main() -> int:
         "llama.cpp": [os.fspath(args.llama_python), os.fspath(peer), "--model", file, *sizes],
     }
     with ExitStack() as servers:
-        clients = {}
-        for port, engine in enumerate(args.engines, args.port):
+        ports = {engine: port for port, engine in enumerate(args.engines, args.port)}
+        for engine, port in ports.items():
             url, log = f"http://127.0.0.1:{port}/v1", Path("build/peer", f"{engine}.log")
             threads = {"OMP_NUM_THREADS": str(args.threads)}
             servers.enter_context(running([*commands[engine], "--port", str(port)], url, log, threads))
-            clients[engine] = CompletionClient(url)
-        turns = asyncio.run(measure(clients, args.cases, args.rounds))
+        turns = asyncio.run(measure(ports, args.cases, args.rounds))
     rows = {case: summary(of_case) for case, of_case in turns.items()}
     for case, figures in rows.items():
         print(case)
@@ -191,6 +207,7 @@ def main() -> int:
         versions = "import importlib.metadata as m; print(m.version('xllamacpp'))"
         done = subprocess.run([args.llama_python, "-c", versions], capture_output=True, text=True, check=True)
         about = {**provenance(), "xllamacpp": done.stdout.strip(), "cpu": processor(), "threads": args.threads}
+        about["load"] = os.getloadavg()
         args.out.write_text(json.dumps({"about": about, "summary": rows, "turns": turns}, indent=1) + "\n")
     return 0
 
