@@ -8,8 +8,8 @@ llama.cpp is the wheel ``xllamacpp`` in a Python of its own, whose server it sta
 Every case is measured in ``--rounds`` turns of both, ours first in one and theirs in the next, over HTTP, with streamed
 greedy answers that no end token ends. No prompt comes twice, or starts as another does. Threads of either spin while
 they wait for one another, and where anything else runs a token waits for whole slices of the scheduler: the table has
-each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time of a server's processes a
-token hardly depends on other load.
+each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time a token of a server's
+processes hardly depends on other load.
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cpu as available
-from shadowkv.ops.sign_scores.cpu import MOST_DIMS
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 __all__ = ["available", "sketch_queries", "supports"]
 
+MOST_DIMS = 256
+"""Most dimensions whose sums fit in 16 bits."""
+
 
 def supports(case: Case) -> list[str]:
-    """Why this backend cannot serve a case."""
+    """Why the C++ sketch cannot serve a case."""
     return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
 
 
