@@ -182,6 +182,13 @@ METHODS = (
         ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
     ),
     Method(
+        "a step's layers in one call, on a CPU",
+        ("engine/execution/fused_layers.py",),
+        ("decode_layers",),
+        ("cpu/decode_layers",),
+        ("ops/test_decode_layers.py",),
+    ),
+    Method(
         "weights in 8 bits",
         ("layers/linear.py",),
         ("quantise_tokens", "scaled_matmul"),

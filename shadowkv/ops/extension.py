@@ -15,6 +15,7 @@ from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
 from shadowkv.ops.dequantise_blocks.reference import columns_of
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -55,11 +56,13 @@ def cpu_missing() -> list[str]:
         return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
         _attend_selected,
+        _decode_layers,
         _dequantise_blocks,
         _paged_attention,
         _quantised_matmul,
         _select_by_sketch,
         _sign_scores,
+        _sketch_queries,
     )
     fakes = {fake.__name__[1:]: fake for fake in functions}
     if lacking := [name for name in fakes if not hasattr(torch.ops.shadowkv, name)]:
@@ -84,6 +87,14 @@ def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _decode_layers(
+    x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, dim = k[0].shape[1], k[0].shape[3]
+    q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: runs[0]]) // dim - 2 * heads, dim)
+    return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2])
+
+
 def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -95,6 +106,13 @@ def _sign_scores(whole: Tensor, unit: Tensor, signs: Tensor, scale: Tensor, page
 def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (*coarse.shape[:2], rest[-1])
     return coarse.new_empty(shape, dtype=torch.int64), coarse.new_empty(shape, dtype=torch.float32)
+
+
+def _sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    (batch, heads, dim), unit = q.shape, q.new_empty(q.shape[:2])
+    whole = q.new_empty(batch, heads, 8, plane_bytes(dim), dtype=torch.int8)
+    total, planes = unit.int(), whole[:, :, :PLANES].to(torch.uint8)
+    return whole, unit, total, planes, total.clone(), unit.clone()
 
 
 def _quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:

@@ -25,6 +25,7 @@ NAMES = (
     "causal_attention",
     "causal_window_attention",
     "chunk_mean_scores",
+    "decode_layers",
     "dequantise_blocks",
     "fetch_chunks",
     "find_outliers",

@@ -27,10 +27,10 @@ from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
 from shadowkv.ops.select_top_chunks import cuda as select_top_chunks
-from shadowkv.ops.sign_scores import cpu as sign_scores_cpu
 from shadowkv.ops.sign_scores import cuda as sign_scores_cuda
 from shadowkv.ops.sign_scores import reference as sign_scores
 from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries import cpu as sketch_queries_cpu
 from shadowkv.ops.sketch_queries import cuda as sketch_queries_cuda
 from shadowkv.ops.sketch_queries import reference as sketch_queries
 from shadowkv.ops.whiten_rows import cuda as whiten_rows
@@ -67,7 +67,7 @@ SHARED = {
         "kLatentInt8": CodecId.LATENT_INT8,
         "kLatentInt4": CodecId.LATENT_INT4,
     },
-    "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
+    "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sketch_queries_cpu.MOST_DIMS // 8},
     "kernels/attend_selected/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.MAX_GROUP,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shadowkv.ops
+from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.layers.block_matrix import BlockMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
@@ -22,7 +23,8 @@ ROOT = Path(shadowkv.ops.__file__).parent
 BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
 
 TURBO = Case(
-    ops=frozenset(NAMES) - {"attend_coded"}, dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
+    ops=frozenset(NAMES) - {"attend_coded", *FusedLayers.calls},
+    dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
     host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
@@ -82,7 +84,8 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
-    assert slow == {*BlockMatrix.calls, *windows}  # nor does it call the others: on a GPU no weight stays in blocks
+    # Nor does it call the others: on a GPU no weight stays in blocks, and steps are graphs.
+    assert slow == {*BlockMatrix.calls, *FusedLayers.calls, *windows}
     assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
     assert ops.backends["attend_selected"] == "cuda"

@@ -107,10 +107,9 @@ struct UnpackQ8_0 {
 struct UnpackQ4_K {
   static constexpr BlockFormat FORMAT = BLOCK_FORMATS[Q4_K];
 
-  static SHADOWKV_INLINE void unpack(const uint8_t* block, float* to) {
+  static SHADOWKV_INLINE void read_scales(const uint8_t* block, float* scales, float* minima) {
     const float unit = read_half(block), unit_of_minima = read_half(block + 2);
     const uint8_t* packed = block + 4;
-    float scales[8], minima[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       scales[i] = unit * (packed[i] & 63);
@@ -118,6 +117,11 @@ struct UnpackQ4_K {
       scales[4 + i] = unit * ((packed[8 + i] & 15) | (packed[i] >> 6) << 4);
       minima[4 + i] = unit_of_minima * (packed[8 + i] >> 4 | (packed[4 + i] >> 6) << 4);
     }
+  }
+
+  static SHADOWKV_INLINE void unpack(const uint8_t* block, float* to) {
+    float scales[8], minima[8];
+    read_scales(block, scales, minima);
     for (int pair = 0; pair < 4; ++pair) {
 #pragma GCC unroll 8
       for (int i = 0; i < 32; i += LANES) {

@@ -1,6 +1,9 @@
-// The kernel of products with quantised matrices, included once per instruction set (instruction_sets.inc.h).
+// The kernels of products with quantised matrices, included once per instruction set (instruction_sets.inc.h).
 
 #include "block_formats.inc.h"
+#if SHADOWKV_LANES > 4
+#include "multiply_integers.inc.h"
+#endif
 
 // The first `count` numbers from a block on.
 template <typename Blocks>
@@ -40,7 +43,7 @@ static SHADOWKV_INLINE void add_products(
 template <typename Blocks>
 static void multiply_tile(
     const QuantisedMatrix& matrix, const float* x, int64_t tokens, int64_t first, int64_t last, float* panel,
-    float* sums, float* out) {
+    float* sums, float* out, int64_t out_row) {
   const uint8_t* rows[ROWS];
   // Past the end, the last row is multiplied again and its products are discarded.
   for (int row = 0; row < ROWS; ++row)
@@ -66,16 +69,16 @@ static void multiply_tile(
     float products[ROWS];
     add_lanes(lanes, products);
     for (int row = 0; row < ROWS && first + row < last; ++row)
-      out[token * matrix.rows + first + row] = products[row];
+      out[token * out_row + first + row] = products[row];
   }
 }
 
-static void multiply_blocks(
+static void multiply_floats(
     const QuantisedMatrix& matrix, const float* x, int64_t tokens, int64_t first, int64_t last, float* panel,
-    float* sums, float* out) {
+    float* sums, float* out, int64_t out_row) {
   with_blocks(matrix.kind, [&](auto blocks) {
     for (int64_t row = first; row < last; row += ROWS)
-      multiply_tile<decltype(blocks)>(matrix, x, tokens, row, last, panel, sums, out);
+      multiply_tile<decltype(blocks)>(matrix, x, tokens, row, last, panel, sums, out, out_row);
   });
 }
 

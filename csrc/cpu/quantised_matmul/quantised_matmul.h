@@ -37,6 +37,33 @@ struct QuantisedMatrix {
 
 constexpr int64_t PANEL = 1024;  // columns of a few rows that are floats at a time, a multiple of all blocks' values
 
+// 256 activations of a token as integers, with a scale for every 32, and the sums of these 32.
+struct IntegerRuns {
+  int32_t numbers[8][32];  // three digits each, and sums of four
+  float scale[8], total[8];
+};
+
+// Of a token with that many activations.
+constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
+
+// Activations [tokens, columns] in the form in which that many tokens are multiplied fastest on this machine.
+class Activations {
+ public:
+  Activations(int64_t tokens, int64_t columns);
+
+  // Writes a token's activations [columns]; from any thread.
+  void write(int64_t token, const float* x);
+
+ private:
+  friend void multiply_rows(
+      const QuantisedMatrix&, const Activations&, int64_t, int64_t, struct MatmulScratch&, float*, int64_t);
+
+  int64_t tokens, columns;
+  bool integers;
+  std::vector<float> floats;      // [tokens, columns], or
+  std::vector<IntegerRuns> runs;  // [tokens, runs_of(columns)]
+};
+
 // Working memory of one thread.
 struct MatmulScratch {
   std::vector<float> panel;  // [rows of a tile, PANEL]
@@ -45,11 +72,11 @@ struct MatmulScratch {
   explicit MatmulScratch(int64_t tokens);
 };
 
-// out [tokens, rows of the matrix], in columns `first` to `last`, = x [tokens, columns] times these rows of the matrix.
-// Elements are bitwise equal regardless of the rows and tokens that they are computed with.
+// out [tokens, ...], rows `out_row` apart, in columns `first` to `last`, = x times these rows of the matrix. Elements are
+// bitwise equal regardless of the rows that they are computed with, and of the tokens where these have the same form.
 void multiply_rows(
-    const QuantisedMatrix& matrix, const float* x, int64_t tokens, int64_t first, int64_t last, MatmulScratch& scratch,
-    float* out);
+    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch, float* out,
+    int64_t out_row);
 
 // out [columns] = a row.
 void unpack_row(const QuantisedMatrix& matrix, int64_t row, float* out);

@@ -43,14 +43,16 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
   const Tensor tokens = x.contiguous();
   Tensor out = at::empty({x.size(0), matrix.rows}, x.options());
   if (out.numel() == 0) return out;
+  shadowkv::Activations activations(x.size(0), matrix.columns);
+  for (int64_t token = 0; token < x.size(0); ++token)
+    activations.write(token, tokens.const_data_ptr<float>() + token * matrix.columns);
   const int64_t run = rows_per_task(matrix.columns), tasks = (matrix.rows + run - 1) / run;
   float* to = out.mutable_data_ptr<float>();
   shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::MatmulScratch scratch(x.size(0));
     for (int64_t i; (i = next()) < tasks;)
       shadowkv::multiply_rows(
-          matrix, tokens.const_data_ptr<float>(), x.size(0), i * run, std::min((i + 1) * run, matrix.rows), scratch,
-          to);
+          matrix, activations, i * run, std::min((i + 1) * run, matrix.rows), scratch, to, matrix.rows);
   });
   return out;
 }

@@ -149,6 +149,39 @@ float SketchScorer::with_both(const uint8_t* signs, const uint8_t* rest) const {
   return best;
 }
 
+void map_query(const float* q, const BFloat16* map, int64_t dim, int64_t bytes, const MappedQuery& out) {
+  constexpr float SMALLEST_STEP = 1e-30f;
+  constexpr int ROWS = 8, PLANES = 4;
+  float x[8 * MOST_PLANE_BYTES] = {};
+  float squares = 0.0f, peak = 0.0f;
+  for (int64_t i = 0; i < dim; ++i) {
+    squares += q[i] * q[i];
+    for (int64_t j = 0; j < dim; ++j) x[j] += q[i] * to_float(map[i * dim + j]);
+  }
+  bool finite = true;
+  for (int64_t j = 0; j < dim; ++j) {
+    finite = finite && std::isfinite(x[j]);
+    peak = std::max(peak, std::abs(x[j]));
+  }
+  const float step = std::max(peak * (1.0f / 127), SMALLEST_STEP), inverse = 1.0f / step, length = std::sqrt(squares);
+  std::fill_n(out.whole, ROWS * bytes, 0);
+  std::fill_n(out.planes, PLANES * bytes, 0);
+  int32_t sum = 0, plane_sum = 0;
+  for (int64_t j = 0; finite && j < dim; ++j) {
+    const int64_t row = j / (dim / ROWS), byte = j % (dim / ROWS);
+    const int number = static_cast<int>(std::nearbyint(x[j] * inverse));
+    const int rounded = std::min((number + 8) >> 4, 7);  // in sixteenths, halves up
+    out.whole[row * bytes + byte] = static_cast<int8_t>(number);
+    for (int plane = 0; plane < PLANES; ++plane) out.planes[plane * bytes + byte] |= (rounded >> plane & 1) << row;
+    sum += number;
+    plane_sum += rounded;
+  }
+  *out.sum = sum;
+  *out.plane_sum = plane_sum;
+  *out.length = length / std::sqrt(static_cast<float>(dim));
+  *out.unit = !finite ? std::numeric_limits<float>::quiet_NaN() : length > 0.0f ? step / length : 0.0f;
+}
+
 void score_runs(
     const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best) {
   for (int64_t page = 0; page < count; ++page) {

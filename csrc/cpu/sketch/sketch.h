@@ -52,6 +52,17 @@ class SketchScorer {
   int64_t bytes_;
 };
 
+// A mapped query, laid out to match the planes of keys; the PyTorch reference documents its fields.
+struct MappedQuery {
+  int8_t* whole;    // [8, bytes]
+  uint8_t* planes;  // [4, bytes]
+  float *unit, *length;
+  int32_t *sum, *plane_sum;
+};
+
+// A query q [dim] times its map [dim, dim], as whole numbers; dim is a multiple of 8 up to 8 * MOST_PLANE_BYTES.
+void map_query(const float* q, const BFloat16* map, int64_t dim, int64_t bytes, const MappedQuery& out);
+
 // Scores of the runs of some pages, as in the PyTorch reference.
 void score_runs(
     const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best);

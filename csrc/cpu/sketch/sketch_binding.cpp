@@ -1,6 +1,8 @@
 // Search of a key sketch on CPU tensors for PyTorch: checks arguments and distributes the work over its threads.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -84,6 +86,42 @@ struct SketchArguments {
   }
 };
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sketch_queries(
+    const Tensor& q, const Tensor& maps, const Tensor& states) {
+  check(q, "q", 3, at::kFloat);
+  check(maps, "maps", 4, at::kBFloat16);
+  check(states, "states", 1, at::kLong);
+  const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2), heads = maps.size(1);
+  const int64_t bytes = (dim + 63) / 64 * 8;
+  TORCH_CHECK(
+      dim % 8 == 0 && bytes <= shadowkv::MOST_PLANE_BYTES && maps.size(2) == dim && maps.size(3) == dim &&
+          maps.stride(3) == 1 && maps.stride(2) == dim,
+      "q has shape ", q.sizes(), ", maps ", maps.sizes(), ", strides ", maps.strides());
+  TORCH_CHECK(
+      states.size(0) == batch && heads > 0 && query_heads % heads == 0, "q has shape ", q.sizes(), ", maps ",
+      maps.sizes(), ", states ", states.sizes());
+  const Tensor queries = q.contiguous(), rows = states.contiguous();
+  const int64_t* state = rows.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < batch; ++row)
+    TORCH_CHECK_INDEX(
+        state[row] >= 0 && state[row] < maps.size(0), "state ", state[row], " is not in [0, ", maps.size(0), ")");
+  Tensor whole = at::empty({batch, query_heads, 8, bytes}, q.options().dtype(at::kChar));
+  Tensor planes = at::empty({batch, query_heads, 4, bytes}, q.options().dtype(at::kByte));
+  Tensor unit = at::empty({batch, query_heads}, q.options()), length = at::empty_like(unit);
+  Tensor sum = at::empty({batch, query_heads}, q.options().dtype(at::kInt)), plane_sum = at::empty_like(sum);
+  const auto* map = static_cast<const shadowkv::BFloat16*>(maps.const_data_ptr());
+  for (int64_t i = 0; i < batch * query_heads; ++i) {
+    const int64_t head = i % query_heads / (query_heads / heads);
+    shadowkv::map_query(
+        queries.const_data_ptr<float>() + i * dim,
+        map + state[i / query_heads] * maps.stride(0) + head * maps.stride(1), dim, bytes,
+        {whole.mutable_data_ptr<int8_t>() + i * 8 * bytes, planes.mutable_data_ptr<uint8_t>() + i * 4 * bytes,
+         unit.mutable_data_ptr<float>() + i, length.mutable_data_ptr<float>() + i, sum.mutable_data_ptr<int32_t>() + i,
+         plane_sum.mutable_data_ptr<int32_t>() + i});
+  }
+  return {whole, unit, sum, planes, plane_sum, length};
+}
+
 Tensor sign_scores(
     const Tensor& whole, const Tensor& unit, const Tensor& signs, const Tensor& scale, const Tensor& pages,
     const Tensor& num_pages) {
@@ -162,6 +200,8 @@ std::tuple<Tensor, Tensor> select_by_sketch(
 
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
+      "sketch_queries(Tensor q, Tensor maps, Tensor states) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "sign_scores(Tensor whole, Tensor unit, Tensor signs, Tensor scale, Tensor pages, Tensor num_pages) -> Tensor");
   m.def(
       "select_by_sketch(Tensor whole, Tensor unit, Tensor coarse, Tensor signs, Tensor rest, Tensor scale, "
@@ -170,6 +210,7 @@ TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
+  m.impl("sketch_queries", sketch_queries);
   m.impl("sign_scores", sign_scores);
   m.impl("select_by_sketch", select_by_sketch);
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs, PromptInputs
+from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.prefill import mixed_pass, pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
@@ -45,6 +46,7 @@ class Runner:
         self.layers = cast("list[DecoderLayer]", list(model.layers))
         self._kinds = kinds(self.layers, [group for group, _ in cache.layout.places])
         self.sampler = Sampler(cache.ops)
+        self._fused = FusedLayers(model, cache) if FusedLayers.fit(model, cache) else None
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         together = model.group.size > 1
         self.graphs = None
@@ -192,6 +194,8 @@ class Runner:
         """
         batch = self.cache.decode_batch(plan, numbers)
         hidden = self.model.embed(self._newest(inputs))
+        if self._fused is not None and self.cache.query_hook is None:  # it shows no queries
+            return self.model.logits(self._fused(hidden, batch))
         micro_batches = batch.split(plan.micro_batches)
         parts = hidden.split([len(part.positions) for part in micro_batches])
         through = self._kinds if rehearsal else self.layers

@@ -51,8 +51,10 @@ COSTS = {
     # One H200, Llama-3.1-8B: in a step of one sequence of 60K, 1.2 ms are neither bytes nor the dense step's; prompts
     # of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015, seal=2e-6),
-    # Two cores, SmolLM2-135M: at 4K a step of one sequence takes 72 to 105 ms with `turbo` and 39 to 66 with `full`.
-    "cpu": Costs(14e9, 14e9, step=0.0, row=1.1e-3, fit=0.1, seal=250e-6),
+    # SmolLM2-135M in blocks, CPU time of one thread: a step of one sequence takes 73, 104 and 106 ms with `turbo` at
+    # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 with `full`; one of eight sequences 304 and 421 at 4,096 and
+    # 12,288, and 186 and 481. That is less for each, but one user, as a CPU mostly has, is not to wait for eight.
+    "cpu": Costs(14e9, 14e9, step=0.0, row=1.8e-3, fit=0.1, seal=250e-6),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
@@ -83,7 +84,8 @@ def give_ops(
 ) -> Ops:
     """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers; a cache of ``layout`` and a
     sampler are to be made with the same."""
-    ops = choose_ops(layout, loaded.config.rope, device, loaded.model.called_ops.union(Sampler.calls), backends)
+    also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
+    ops = choose_ops(layout, loaded.config.rope, device, also, backends)
     loaded.model.use(ops)
     return ops
 

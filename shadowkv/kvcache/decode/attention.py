@@ -93,6 +93,12 @@ class Decode:
         sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
         return self._merge(exact(), sealed, batch)
 
+    def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
+        """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE over all tokens, where that over the exact ones is
+        known: ``out`` [B, H_q, d] with ``lse`` [B, H_q]. Some tokens are sealed, and no values are fetched."""
+        assert batch.sealed is not None, "nothing is sealed"
+        return self._merge((out, lse), self._attend_sealed(layer, batch.of_sealed(q), batch.sealed), batch)
+
     def _append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]
         self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)

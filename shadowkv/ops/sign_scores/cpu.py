@@ -5,19 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.sketch_queries.cpu import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 __all__ = ["missing", "sign_scores", "supports"]
-
-MOST_DIMS = 256
-"""Most dimensions whose sums fit in 16 bits."""
-
-
-def supports(case: Case) -> list[str]:
-    """Why the C++ sketch cannot serve a case."""
-    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:

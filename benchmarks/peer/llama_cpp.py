@@ -1,0 +1,223 @@
+"""One machine's users, of our server and of llama.cpp's with the same GGUF file: both run at once, and take turns.
+
+llama.cpp is the wheel ``xllamacpp`` in a Python of its own, whose server it starts:
+
+    python3 -m venv /tmp/llama && /tmp/llama/bin/pip install xllamacpp
+    python -m benchmarks.peer.llama_cpp --llama-python /tmp/llama/bin/python --out benchmarks/results/cpu/peer.json
+
+Every case is measured in ``--rounds`` turns of both, ours first in one and theirs in the next, over HTTP, with streamed
+greedy answers that no end token ends. No prompt comes twice, or starts as another does. Threads of either spin while
+they wait for one another, and where anything else runs a token waits for whole slices of the scheduler: the table has
+each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time a token of a server's
+processes hardly depends on other load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.serving.server import running
+from shadowkv.bench.client import CompletionClient
+from shadowkv.bench.serving_stats import Record
+from shadowkv.eval.provenance import provenance
+
+ENGINES = ("shadowkv", "llama.cpp")
+SERVED = "model"  # llama.cpp takes any name
+
+WORDS = [
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
+    "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother",
+    "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word",
+]  # fmt: skip
+"""Each is a token behind a space."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many users at once, each with a prompt of so many words and an answer of so many tokens."""
+
+    name: str
+    users: int
+    words: int
+    answer: int
+
+
+CASES = (
+    Case("one user, 60 words", 1, 60, 128),
+    Case("one user, 825 words", 1, 825, 64),
+    Case("one user, 3,129 words", 1, 3129, 64),
+    Case("one user, 6,240 words", 1, 6240, 64),
+    Case("eight users, 60 words", 8, 60, 128),
+    Case("eight users, 825 words", 8, 825, 64),
+)
+
+
+def prompt(words: int, seed: int) -> str:
+    """A prompt of so many words."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def cpu_seconds(port: int) -> float:
+    """CPU time so far of the server on ``port``, which this process has started, and of what that has started."""
+    server = next(child for child in psutil.Process().children() if str(port) in child.cmdline())
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
+
+
+async def turn(port: int, case: Case, seed: int) -> dict[str, float]:
+    """The figures of a case's users, all of whom ask at once.
+
+    Returns:
+        Means of the users: prompt_tokens; ttft, ms to the first token; prompt_tokens_per_s up to it; tpot, ms a token
+        after it. Of all of them: tokens_per_s, those of all answers over the time from the first request to the last
+        token; and cpu_ms_per_token, CPU time of the server's processes, from when everyone had a first token.
+    """
+    records = [Record(0.0, 0) for _ in range(case.users)]
+    client = CompletionClient(f"http://127.0.0.1:{port}/v1")  # whose connections no server has had time to close
+    all_decode: list[tuple[float, int]] = []
+
+    async def ask(user: int, record: Record) -> None:
+        def see(event: dict[str, Any], when: float) -> None:
+            record.input_tokens = (event.get("usage") or {}).get("prompt_tokens", record.input_tokens)
+            if not all_decode and all(one.chunks for one in records):
+                all_decode.append((cpu_seconds(port), sum(len(one.chunks) for one in records)))
+
+        body = {
+            "model": SERVED,
+            "prompt": prompt(case.words, seed * case.users + user),
+            "max_tokens": case.answer,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        await client.stream(json.dumps(body).encode(), record, see)
+
+    await asyncio.gather(*(ask(user, record) for user, record in enumerate(records)))
+    client.close()
+    (before, tokens), after = all_decode[0], cpu_seconds(port)
+    seconds = max(record.chunks[-1] for record in records) - min(record.sent for record in records)
+    mean = statistics.fmean
+    return {
+        "prompt_tokens": mean(record.input_tokens for record in records),
+        "ttft": 1e3 * mean(record.seconds("ttft") or 0.0 for record in records),
+        "prompt_tokens_per_s": mean(record.input_tokens / (record.seconds("ttft") or 1.0) for record in records),
+        "tpot": 1e3 * mean(record.seconds("tpot") or 0.0 for record in records),
+        "tokens_per_s": sum(record.tokens for record in records) / seconds,
+        "cpu_ms_per_token": 1e3 * (after - before) / (sum(record.tokens for record in records) - tokens),
+    }
+
+
+async def measure(
+    ports: dict[str, int], cases: Sequence[Case], rounds: int
+) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Every turn of each case by engine, after one of the first case that does not count."""
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {case.name: {} for case in cases}
+    seed = 0
+    for port in ports.values():
+        await turn(port, cases[0], seed := seed + 1)
+    for case in cases:
+        for number in range(rounds):
+            for engine in list(ports)[:: 1 if number % 2 == 0 else -1]:
+                figures = await turn(ports[engine], case, seed := seed + 1)
+                turns[case.name].setdefault(engine, []).append(figures)
+                print(f"{case.name:24}{engine:12}", {k: round(v, 1) for k, v in figures.items()}, flush=True)
+    return turns
+
+
+def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """By figure, the best and the median of each engine's turns, and what ours is of theirs, by both."""
+    rows = {}
+    for name in ("ttft", "prompt_tokens_per_s", "tpot", "tokens_per_s", "cpu_ms_per_token"):
+        row, best = {}, max if name.endswith("per_s") else min
+        for engine, figures in turns.items():
+            values = [figure[name] for figure in figures]
+            row |= {f"{engine} best": best(values), f"{engine} median": statistics.median(values)}
+        if len(turns) == len(ENGINES):
+            for which in ("best", "median"):
+                row[f"ratio {which}"] = row[f"shadowkv {which}"] / row[f"llama.cpp {which}"]
+        rows[name] = row
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-python", type=Path, required=True, help="a Python that has xllamacpp")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: the default model's)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine a case (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="(default: all)")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="(default: both)")
+    parser.add_argument("--port", type=int, default=8100, help="of the first server (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON of every turn, with a summary")
+    parser.add_argument("flags", nargs="*", help="of our server, after --")
+    args = parser.parse_args(argv)
+    args.cases = [case for case in CASES if args.cases is None or case.name in args.cases]
+    return args
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    from shadowkv.engine.config import DEFAULT_MODEL
+    from shadowkv.models.sources import fetch
+
+    args = parse()
+    file = os.fspath(args.model or fetch(DEFAULT_MODEL))
+    longest = max(case.words + case.answer for case in CASES) + 64
+    users = max(case.users for case in CASES)
+    serve = [sys.executable, "-m", "shadowkv.serve", "--model", file, "--device", "cpu"]
+    serve += ["--served-model-name", SERVED, *args.flags]
+    peer = Path(__file__).with_name("llama_server.py")
+    sizes = ("--threads", str(args.threads), "--slots", str(users), "--context", str(longest))
+    commands = {
+        "shadowkv": serve,
+        "llama.cpp": [os.fspath(args.llama_python), os.fspath(peer), "--model", file, *sizes],
+    }
+    with ExitStack() as servers:
+        ports = {engine: port for port, engine in enumerate(args.engines, args.port)}
+        for engine, port in ports.items():
+            url, log = f"http://127.0.0.1:{port}/v1", Path("build/peer", f"{engine}.log")
+            threads = {"OMP_NUM_THREADS": str(args.threads)}
+            servers.enter_context(running([*commands[engine], "--port", str(port)], url, log, threads))
+        turns = asyncio.run(measure(ports, args.cases, args.rounds))
+    rows = {case: summary(of_case) for case, of_case in turns.items()}
+    for case, figures in rows.items():
+        print(case)
+        for name, row in figures.items():
+            print(f"  {name:22}", "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
+    if args.out:
+        versions = "import importlib.metadata as m; print(m.version('xllamacpp'))"
+        done = subprocess.run([args.llama_python, "-c", versions], capture_output=True, text=True, check=True)
+        about = {**provenance(), "xllamacpp": done.stdout.strip(), "cpu": processor(), "threads": args.threads}
+        about["load"] = os.getloadavg()
+        args.out.write_text(json.dumps({"about": about, "summary": rows, "turns": turns}, indent=1) + "\n")
+    return 0
+
+
+def processor() -> str:
+    """The CPU by its name and what it can."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Decode steps through all layers in one call of an op, or in one call a layer where sequences are compressed.
+
+On a CPU a small model's step is otherwise mostly the way from one op to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+from torch import Tensor
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.layers.block_matrix import BlockLinear
+from shadowkv.layers.decoder_layer import DecoderLayer
+from shadowkv.layers.linear import FP8Linear
+from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.spec import Projection
+from shadowkv.models.decoder import Decoder
+from shadowkv.ops.decode_layers import layers as op
+
+
+class FusedLayers:
+    """A model's layers, for steps of sequences in a cache.
+
+    Args:
+        model, cache: which ``fit``.
+
+    Attributes:
+        calls: names of the ops that it calls.
+    """
+
+    calls = ("decode_layers",)
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        (group,) = cache.groups
+        self._ops, self._attention = cache.ops, group.decode
+        eps, rotary, store = model.config.rms_norm_eps, group.store.rotary, group.store
+        modules = cast("list[DecoderLayer]", list(model.layers))
+        layers = [_layer(layer, *pages) for layer, *pages in zip(modules, store.k, store.v, strict=True)]
+
+        def joined(some: Sequence[op.Layer]) -> op.Layers:
+            return op.Layers(some, eps, rotary)
+
+        self._all, self._first, self._last = joined(layers), joined(layers[:1]), joined(layers[-1:])
+        self._neighbours = [joined(pair) for pair in pairwise(layers)]
+
+    @staticmethod
+    def fit(model: Decoder, cache: KVCache) -> bool:
+        """Whether these layers and this cache are what the op takes, and its kernel serves."""
+        ops, groups = cache.ops, cache.groups
+        kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
+        exact = len(groups) == 1 and groups[0].layout.window is None and groups[0].decode.fetching is None
+        return kernel and exact and model.group.size == 1 and not model.config.quantization
+
+    def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:
+        """Residual stream [B, D] before the layers -> behind them."""
+        places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
+        tokens, decode = op.NewTokens(*places), self._ops.decode_layers
+        if batch.sealed is None:
+            result: Tensor = decode(x, None, self._all, tokens, False)[0]
+            return result
+        attend = self._attention.attend_beside
+        x, q, out, lse = decode(x, None, self._first, tokens, True)
+        for number, pair in enumerate(self._neighbours):
+            x, q, out, lse = decode(x, attend(number, q, out, lse, batch), pair, tokens, True)
+        result = decode(x, attend(len(self._neighbours), q, out, lse, batch), self._last, tokens, False)[0]
+        return result
+
+
+def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
+    attention, mlp = layer.attention, layer.mlp
+    return op.Layer(
+        layer.attention_norm.weight,
+        _projection(attention.qkv),
+        _weight(attention.query_norm),
+        _weight(attention.key_norm),
+        _projection(attention.out),
+        _weight(layer.post_attention_norm),
+        layer.mlp_norm.weight,
+        _projection(mlp.gate_up),
+        _projection(mlp.down),
+        _weight(layer.post_mlp_norm),
+        k_pages,
+        v_pages,
+    )
+
+
+def _projection(by: Projection) -> op.Projection:
+    assert not isinstance(by, FP8Linear), "FP8 weights do not fit"
+    if isinstance(by, BlockLinear):
+        parts = zip(by.weight.parts, by.weight.runs, strict=True)
+        return op.Projection(tuple((part, run.form) for part, run in parts), by.bias)
+    return op.Projection(((by.weight, None),), by.bias)
+
+
+def _weight(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

@@ -1,0 +1,1 @@
+"""Decoder layers of a decode step, with exact attention, in one call."""

@@ -1,0 +1,69 @@
+"""Decoder layers of a decode step in PyTorch, from the references of what they are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.append_tokens.reference import append_tokens
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
+from shadowkv.ops.paged_attention.reference import paged_attention
+from shadowkv.ops.quantised_matmul.reference import quantised_matmul
+from shadowkv.ops.rms_norm.reference import rms_norm
+from shadowkv.ops.silu_mul.reference import silu_mul
+
+SYNCHRONISES = True
+"""As ``paged_attention``'s reference."""
+
+
+def decode_layers(
+    x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A decode step's way through layers, whose attention is to exact pages; keys and values are written to these.
+
+    Args:
+        x: [B, D], the residual stream. It is not changed.
+        attended: [B, H_q, d], what the attention of the first layer has found: the way begins behind it. None begins
+            before the first layer.
+        to_attention: end with the attention of the last layer instead of behind it.
+
+    Returns:
+        the residual stream [B, D], and of the last attention that was computed the queries after RoPE [B, H_q, d],
+        its result [B, H_q, d] and the log-sum-exp of its scores, float32 [B, H_q].
+    """
+    q = x.new_empty(0)
+    lse = q.float()
+    for number, layer in enumerate(layers):
+        if number or attended is None:
+            q, attended, lse = _attend(x, layer, layers, tokens)
+        assert attended is not None, "the first layer has none"
+        if to_attention and number + 1 == len(layers.layers):
+            break
+        x = x + _normed(_project(attended.flatten(1), layer.out), layer.post_attention_norm, layers.eps)
+        hidden = silu_mul(_project(rms_norm(x, layer.mlp_norm, layers.eps), layer.gate_up))
+        x = x + _normed(_project(hidden, layer.down), layer.post_mlp_norm, layers.eps)
+    assert attended is not None, "there is a layer"
+    return x, q, attended, lse
+
+
+def _attend(x: Tensor, layer: Layer, layers: Layers, tokens: NewTokens) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = _project(rms_norm(x, layer.attention_norm, layers.eps), layer.qkv)
+    heads, dim = layer.k_pages.shape[1], layer.k_pages.shape[3]
+    q, k, v = qkv.unflatten(1, (-1, dim)).split((qkv.shape[1] // dim - 2 * heads, heads, heads), 1)
+    q, k = _normed(q, layer.query_norm, layers.eps), _normed(k, layer.key_norm, layers.eps)
+    pages, places = (layer.k_pages, layer.v_pages), (tokens.write_page, tokens.write_offset)
+    append_tokens(k, v, tokens.positions, layers.rotary, *pages, *places)
+    q = apply_rope(q, tokens.positions, layers.rotary)
+    return q, *paged_attention(q, *pages, tokens.pages, tokens.counts)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
+def _project(x: Tensor, by: Projection) -> Tensor:
+    parts = [F.linear(x, rows) if form is None else quantised_matmul(x, rows, form) for rows, form in by.runs]
+    product = torch.cat(parts, -1)
+    return product if by.bias is None else product + by.bias

@@ -1,0 +1,28 @@
+"""Queries of a key sketch in C++, ``csrc/cpu/sketch/``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.sketch_queries.reference import SketchQueries
+
+__all__ = ["missing", "sketch_queries", "supports"]
+
+MOST_DIMS = 256
+"""Most dimensions whose sums fit in 16 bits."""
+
+
+def supports(case: Case) -> list[str]:
+    """Why the C++ sketch cannot serve a case."""
+    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
+
+
+def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
+    """Same as the reference, except that coordinates near the middle of two whole numbers may round to the other one.
+
+    The head dim is a multiple of 8 up to 256.
+    """
+    return SketchQueries(*torch.ops.shadowkv.sketch_queries(q.float(), maps, states))

@@ -1,0 +1,165 @@
+"""A decode step's layers in one call are what the ops that they are made of compute one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from test_quantised_blocks import random_blocks
+from torch import Tensor
+
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
+from shadowkv.ops.decode_layers.cpu import decode_layers, missing
+from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
+from shadowkv.ops.decode_layers.reference import decode_layers as reference
+from shadowkv.ops.page import PAGE
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
+
+HIDDEN, INTERMEDIATE, QUERY_HEADS, HEADS, DIM, NUM_PAGES = 256, 512, 6, 2, 64, 24
+FLOATS = ((1.0, None),)
+MIXED = ((0.5, "Q4_K"), (0.25, None), (0.25, "Q6_K"))
+FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", "Q8_0")}, "mixed": MIXED}
+
+
+def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]], bias: bool = False) -> Projection:
+    """Weights whose products are about as large as what they multiply."""
+    runs = []
+    for share, form in parts:
+        count = round(share * rows)
+        plain = torch.randn(count, columns) / columns**0.5
+        runs.append((plain if form is None else random_blocks(form, count, columns), form))
+    return Projection(tuple(runs), torch.randn(rows) if bias else None)
+
+
+def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False, **rope: object) -> Layers:
+    """Layers of random weights, with pages full of random tokens of a batch."""
+    parts, made, query = FORMS[forms], [], QUERY_HEADS * DIM
+
+    def norm(size: int, there: bool) -> Tensor | None:
+        return 1 + 0.3 * torch.randn(size) if there else None
+
+    for _ in range(count):
+        arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, DIM)
+        layer = Layer(
+            attention_norm=1 + 0.3 * torch.randn(HIDDEN),
+            qkv=projection(query + 2 * HEADS * DIM, HIDDEN, parts, bias),
+            query_norm=norm(DIM, norms),
+            key_norm=norm(DIM, norms),
+            out=projection(
+                HIDDEN, query, FLOATS if forms == "mixed" else parts, bias
+            ),  # 384 are not whole blocks of 256
+            post_attention_norm=norm(HIDDEN, norms),
+            mlp_norm=1 + 0.3 * torch.randn(HIDDEN),
+            gate_up=projection(2 * INTERMEDIATE, HIDDEN, parts),
+            down=projection(HIDDEN, INTERMEDIATE, parts),
+            post_mlp_norm=norm(HIDDEN, norms),
+            k_pages=arena[0],
+            v_pages=arena[1],
+        )
+        made.append(layer)
+    return Layers(made, 1e-5, RotaryTables(RopeConfig(DIM, **rope), 1000))  # type: ignore[arg-type]
+
+
+def part(layers: Layers, some: slice) -> Layers:
+    return Layers(layers.layers[some], layers.eps, layers.rotary)
+
+
+def copied(layers: Layers) -> Layers:
+    """The same with pages of its own."""
+    own = [replace(x, k_pages=x.k_pages.clone(), v_pages=x.v_pages.clone()) for x in layers]
+    return Layers(own, layers.eps, layers.rotary)
+
+
+def new_tokens(lengths: Sequence[int]) -> NewTokens:
+    """The newest token of sequences that have these lengths with it, in pages in no order."""
+    names = torch.randperm(NUM_PAGES)
+    width = max(-(-length // PAGE) for length in lengths)
+    pages, counts = (
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+    )
+    for row, length in enumerate(lengths):
+        used = -(-length // PAGE)
+        pages[row, :used], names = names[:used], names[used:]
+        counts[row] = (length - PAGE * torch.arange(width)).clamp(0, PAGE)
+    newest = torch.tensor(lengths) - 1
+    return NewTokens(newest, pages, counts, pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE)
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> None:
+    """Results and pages are those of the reference, in whole and cut up at attentions."""
+    x, theirs, before = torch.randn(len(tokens.positions), HIDDEN), copied(layers), torch.get_num_threads()
+    expected = reference(x, None, theirs, tokens, False)
+    try:
+        torch.set_num_threads(threads)
+        found = decode_layers(x, None, layers, tokens, False)
+        assert_same(found, expected)
+        for mine, other in zip(layers, theirs, strict=True):
+            assert_same((mine.k_pages, mine.v_pages), (other.k_pages, other.v_pages))
+        stream, q, attended, lse = decode_layers(
+            x, None, Layers(layers.layers[:1], layers.eps, layers.rotary), tokens, True
+        )
+        for number in range(1, len(layers.layers)):
+            pair = Layers(layers.layers[number - 1 : number + 1], layers.eps, layers.rotary)
+            stream, q, attended, lse = decode_layers(stream, attended, pair, tokens, True)
+        final = Layers(layers.layers[-1:], layers.eps, layers.rotary)
+        assert torch.equal(q, found[1]) and torch.equal(attended, found[2]) and torch.equal(lse, found[3])
+        assert torch.equal(decode_layers(stream, attended, final, tokens, False)[0], found[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("lengths", [(70,), (1, 64, 65, 200), tuple(range(3, 23))])
+def test_layers_of_any_weights_and_batch(seed: int, forms: str, lengths: tuple[int, ...]) -> None:
+    assert_as_reference(make_layers(3, forms), new_tokens(lengths), threads=2)
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 32}]
+)
+def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, object]) -> None:
+    assert_as_reference(make_layers(2, "floats", norms=True, bias=True, **rope), new_tokens((5, 130)), threads=3)
+
+
+def test_more_threads_change_no_bit(seed: int) -> None:
+    layers, tokens, before, results = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.get_num_threads(), []
+    x = torch.randn(3, HIDDEN)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(decode_layers(x, None, layers, tokens, False))
+    finally:
+        torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, results[0], strict=True))
+
+
+def test_what_is_not_finite_stays_in_its_sequence(seed: int) -> None:
+    layers, tokens = make_layers(2, "Q8_0"), new_tokens((5, 6, 7))
+    x = torch.randn(3, HIDDEN)
+    x[1, 3] = torch.nan
+    finite = decode_layers(x, None, layers, tokens, False)[0].isfinite()
+    assert finite[0].all() and finite[2].all() and not finite[1].any()
+
+
+def test_arguments_that_do_not_fit_are_named(seed: int) -> None:
+    layers, tokens, x = make_layers(2, "floats"), new_tokens((5,)), torch.randn(1, HIDDEN)
+    with pytest.raises(RuntimeError, match="attention_norm has shape"):
+        decode_layers(torch.randn(1, 128), None, layers, tokens, False)
+    with pytest.raises(RuntimeError, match="x is Double, not Float"):
+        decode_layers(x.double(), None, layers, tokens, False)
+    with pytest.raises(IndexError, match=r"offset 64 is not in \[0, 64\)"):
+        decode_layers(x, None, layers, replace(tokens, write_offset=torch.tensor([64])), False)
+    with pytest.raises(IndexError, match=r"position 1000 is not in \[0, 1000\)"):
+        decode_layers(x, None, layers, replace(tokens, positions=torch.tensor([1000])), False)
+    with pytest.raises(RuntimeError, match="one layer cannot begin behind its attention and end with it"):
+        decode_layers(x, torch.randn(1, QUERY_HEADS, DIM), part(layers, slice(1)), tokens, True)
