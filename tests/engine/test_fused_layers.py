@@ -1,0 +1,80 @@
+"""Steps whose layers are one call have the logits of those that go from op to op, and what cannot take it does that."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine import prompt
+from torch import Tensor
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.startup.loading import load_engine_parts
+from shadowkv.eval.running.caches import prefill
+from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.ops.extension import load_cpu
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from families import build
+
+pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+
+LENGTHS, STEPS = (700, 3, 330), 70
+
+
+def runner_of(folder: Path, backends: dict[str, str], **options: Any) -> Runner:
+    settings = {"kv_dense_below": 0, "max_num_seqs": 4, "device": "cpu", "max_model_len": 1024, **options}
+    loaded, cache, _ = load_engine_parts(EngineConfig(model=str(folder), **settings), backends=backends)
+    return Runner(loaded.model, cache)
+
+
+def decoded(runner: Runner) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    """Logits of steps of three sequences, and what they selected, by layer."""
+    selections: list[tuple[int, Tensor]] = []
+
+    def see(layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        selections.append((layer, selected.chunks))
+        return selected
+
+    runner.cache.selection_hook = see
+    vocabulary = runner.model.config.vocab_size
+    texts = [[token % vocabulary for token in prompt(seed, length)] for seed, length in enumerate(LENGTHS)]
+    sequences = [runner.cache.allocate(len(text), 1024) for text in texts]
+    prefill(runner.model, runner.cache, list(zip(sequences, texts, strict=True)))
+    return [runner.decode(sequences, [step % vocabulary] * 3) for step in range(STEPS)], selections
+
+
+def assert_same(folder: Path, **options: Any) -> int:
+    """Returns how many selections were made."""
+    fused, general = (runner_of(folder, backends, **options) for backends in ({}, {"decode_layers": "reference"}))
+    assert fused._fused is not None and general._fused is None
+    (found, seen), (expected, others) = decoded(fused), decoded(general)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+    for (layer, mine), (other_layer, other) in zip(seen, others, strict=True):
+        assert layer == other_layer and mine.shape == other.shape
+    return len(seen)
+
+
+@pytest.mark.parametrize("family", ["llama-bias-head-dim", "qwen2", "qwen3", "glm4", "phi3-partial"])
+def test_every_kind_of_layer(tmp_path: Path, family: str) -> None:
+    build(family, tmp_path, {"max_position_embeddings": 1024})
+    assert assert_same(tmp_path, kv="full") == 0
+
+
+@pytest.mark.parametrize("kv", ["shadowkv:budget=700,outliers=4", "turboquant-4", "quest:budget=700"])
+def test_compressed_sequences_beside_exact_ones(tmp_path: Path, kv: str) -> None:
+    """With a budget for all tokens: rounding may not decide what is selected."""
+    build("llama-bias-head-dim", tmp_path, {"max_position_embeddings": 1024, "hidden_size": 64})
+    assert (assert_same(tmp_path, kv=kv) > 0) == (kv != "turboquant-4")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv": "turbo-host", "fetch_buffer": 2.0}])
+def test_what_cannot_take_it_goes_from_op_to_op(tmp_path: Path, options: dict[str, Any]) -> None:
+    build("llama-bias-head-dim", tmp_path, {"max_position_embeddings": 1024, "hidden_size": 64})
+    assert runner_of(tmp_path, {}, **options)._fused is None
