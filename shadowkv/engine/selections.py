@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.outputs import LayerGroup, TokenSelections
-from shadowkv.kvcache import group as kvcache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 CELL = 16
@@ -53,10 +53,10 @@ class SelectionRecord:
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
-        group = max(cache.groups, key=_tells)
-        layers = [] if group.layout.window is not None else list(group.layout.layers)
-        self._cache, self._rows, self._spec = cache, rows, group.layout.spec
-        self._sequences = [sequence.of_group(group.number) for sequence in sequences]
+        number, group = max(enumerate(cache.layout.groups), key=lambda numbered: _tells(numbered[1]))
+        layers = [] if group.window is not None else list(group.layers)
+        self._cache, self._rows, self._spec = cache, rows, group.spec
+        self._sequences = [sequence.of_group(number) for sequence in sequences]
         self._cell = max(CELL, self._spec.chunk)
         bounds = np.linspace(0, len(layers), min(GROUPS, len(layers)) + 1).astype(int).tolist()
         self._groups = [layers[start:stop] for start, stop in pairwise(bounds)]
@@ -178,6 +178,6 @@ class SelectionRecord:
         return TokenSelections(length + 1, self._cell, self._everything[number], self._exact(number), groups)
 
 
-def _tells(group: kvcache.LayerGroup) -> tuple[bool, bool, int]:
+def _tells(group: GroupLayout) -> tuple[bool, bool, int]:
     """The greatest is the group that is looked at: in the others everything or only a window is attended to."""
-    return group.layout.window is None, group.layout.spec.selects, len(group.layout.layers)
+    return group.window is None, group.spec.selects, len(group.layers)

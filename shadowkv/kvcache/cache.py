@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.attention import QueryHook, SelectionHook
+from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
@@ -333,6 +333,14 @@ class KVCache:
         """Makes the new tokens part of their sequences, after the last layer."""
         for group in self.groups:
             group.planner.end(group.part(plan))
+
+    def exact_layers(self) -> ExactLayers | None:
+        """Exact pages of all layers, for an op that appends and attends to them itself; None where layers are of
+        several kinds, have a window, or values are fetched from the host."""
+        group = self.groups[0]
+        if len(self.groups) > 1 or group.layout.window is not None or group.decode.fetching is not None:
+            return None
+        return ExactLayers(group.store.k, group.store.v, group.store.rotary, group.decode.attend_beside)
 
     @property
     def selection_hook(self) -> SelectionHook | None:

@@ -15,6 +15,7 @@ from test_run_ahead import answers
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.scheduling.prefill_queue import LONG_SHARE
 
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
@@ -178,7 +179,7 @@ def test_what_takes_more_than_a_pass_is_computed_by_itself(build: Any, monkeypat
 
 
 def test_a_short_prompt_passes_a_long_one_with_a_step(build: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The long one stays paused meanwhile, and then has as much time before the next."""
+    """The long one stays paused meanwhile, and then has its share of the time before the next."""
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 100)
     engine = build(kv="full", max_num_seqs=8)
     running(engine, replace(LONG, max_tokens=300))
@@ -195,7 +196,7 @@ def test_a_short_prompt_passes_a_long_one_with_a_step(build: Any, make: Any, mon
     engine.add_request("b", prompt(3, 90), GREEDY)
     engine.step()
     assert steps[-1][1] == [90] and prefill.done == done
-    assert prefill.owed == pytest.approx(90e-4)
+    assert prefill.owed == pytest.approx(90e-4 * LONG_SHARE / (1 - LONG_SHARE))
     engine.add_request("c", prompt(4, 90), GREEDY)
     engine.step()
     assert prefill.done == done + 1 and not steps[-1][1], "another passed it at once"

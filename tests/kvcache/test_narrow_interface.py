@@ -22,7 +22,7 @@ OUTSIDE = (
     "robustness",
 )
 INSIDE = {"groups", "pools", "store", "pool", "storing", "prefill", "decode", "parts"}
-SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}
+SET_FROM_OUTSIDE = {"selection_hook", "query_hook", "block_hook", "observe"}
 """The last belongs to evaluation, in the class that it derives from the cache."""
 
 

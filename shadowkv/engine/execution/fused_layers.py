@@ -35,11 +35,12 @@ class FusedLayers:
     calls = ("decode_layers",)
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
-        (group,) = cache.groups
-        self._ops, self._attention = cache.ops, group.decode
-        eps, rotary, store = model.config.rms_norm_eps, group.store.rotary, group.store
+        exact = cache.exact_layers()
+        assert exact is not None, "the cache does not fit"
+        self._ops, self._attend_beside = cache.ops, exact.attend_beside
+        eps, rotary = model.config.rms_norm_eps, exact.rotary
         modules = cast("list[DecoderLayer]", list(model.layers))
-        layers = [_layer(layer, *pages) for layer, *pages in zip(modules, store.k, store.v, strict=True)]
+        layers = [_layer(layer, *pages) for layer, *pages in zip(modules, exact.k, exact.v, strict=True)]
 
         def joined(some: Sequence[op.Layer]) -> op.Layers:
             return op.Layers(some, eps, rotary)
@@ -50,10 +51,10 @@ class FusedLayers:
     @staticmethod
     def fit(model: Decoder, cache: KVCache) -> bool:
         """Whether these layers and this cache are what the op takes, and its kernel serves."""
-        ops, groups = cache.ops, cache.groups
+        ops = cache.ops
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
-        exact = len(groups) == 1 and groups[0].layout.window is None and groups[0].decode.fetching is None
-        return kernel and exact and model.group.size == 1 and not model.config.quantization
+        alone = model.group.size == 1 and not model.config.quantization
+        return kernel and alone and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:
         """Residual stream [B, D] before the layers -> behind them."""
@@ -62,7 +63,7 @@ class FusedLayers:
         if batch.sealed is None:
             result: Tensor = decode(x, None, self._all, tokens, False)[0]
             return result
-        attend = self._attention.attend_beside
+        attend = self._attend_beside
         x, q, out, lse = decode(x, None, self._first, tokens, True)
         for number, pair in enumerate(self._neighbours):
             x, q, out, lse = decode(x, attend(number, q, out, lse, batch), pair, tokens, True)

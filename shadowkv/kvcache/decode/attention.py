@@ -7,6 +7,7 @@ of the budget; the results and that of the exact tokens are merged by log-sum-ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.sealing.pages import Sealing
 from shadowkv.kvcache.sequences.store import Store
+from shadowkv.ops.apply_rope.tables import RotaryTables
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
 """Sees the layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
@@ -26,6 +28,20 @@ to. Layers are counted as the model does."""
 
 QueryHook = Callable[[int, Tensor, DecodeBatch], None]
 """Sees the layer, RoPE-rotated queries [B, H_q, d] and the batch. Layers are counted as the model does."""
+
+
+@dataclass(frozen=True)
+class ExactLayers:
+    """Exact pages of all layers, [L, pages, H, 64, d], and what attends beside them.
+
+    Attributes:
+        attend_beside: ``Decode.attend_beside``.
+    """
+
+    k: Tensor
+    v: Tensor
+    rotary: RotaryTables
+    attend_beside: Callable[[int, Tensor, Tensor, Tensor, DecodeBatch], Tensor]
 
 
 class Decode:

@@ -136,8 +136,6 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
             part = _part(spec, axis)
             spec = part.with_defaults(spec, shape)
             reasons += part.unsupported(spec, shape)
-    if spec.centred is None:
-        spec = replace(spec, centred=False)
     reasons += spec.contradictions(shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))

@@ -164,12 +164,13 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
+    decided = {"prefill_error": error, "centred": bool(spec.centred)}
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
         "spec": {
             FORMER_NAMES.get(name, name): value
-            for name, value in {**asdict(spec), "prefill_error": error}.items()
+            for name, value in {**asdict(spec), **decided}.items()
             if LATER.get(name) != value
         },
         # What key_bias decides is in the policy.
