@@ -106,12 +106,15 @@ def test_a_server_that_is_stopped_drains_and_leaves_nothing(tiny_model: Path) ->
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Signals) -> None:
-    pattern = {"type": "string", "pattern": "(.{0,3}a?){0,20}"}
-    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": pattern}}
+    names = {f"p{number}": {} for number in range(200)}
+    schema = {"type": "object", "properties": names, "minProperties": 80, "maxProperties": 150}  # takes minutes
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with server(tiny_model, "--shutdown-timeout=1") as one, ThreadPoolExecutor(1) as client:
         answer = client.submit(one.ask, response_format=format, ignore_eos=False)
         seconds_until(lambda: [child for child in one.engine.children() if TRIAL in child.cmdline()])
         family = one.family()
+        (trial,) = (process for process in family if TRIAL in process.cmdline())
+        seconds_until(lambda: trial.cpu_times().user > 4)  # it compiles by now
         one.http.send_signal(end)
         ended = time.monotonic()
         one.http.wait(SECONDS)

@@ -96,9 +96,9 @@ class EngineCore:
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops after the current step; requests in flight get EngineDead."""
         self._stopping.set()
+        self._commands.put(None)
         for threads in self._compiling.values():
             threads.shutdown(wait=False, cancel_futures=True)
-        self._commands.put(None)
         if self._stepper.is_alive():
             self._stepper.join(timeout)
         if self._receiver.is_alive():
