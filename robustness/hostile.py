@@ -56,6 +56,12 @@ def strings(count: int, longest: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
+def counted_properties(count: int, least: int, most: int) -> dict[str, Any]:
+    """An object of some of many properties: compiling it takes longer than anybody waits."""
+    properties: dict[str, Any] = {f"p{i}": {} for i in range(count)}
+    return {"type": "object", "properties": properties, "minProperties": least, "maxProperties": most}
+
+
 def references(count: int) -> dict[str, Any]:
     """A chain of references in random order, and a name that cannot have a value."""
     rules = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in Random(0).sample(range(count), count)}
@@ -79,6 +85,8 @@ ATTACKS: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "token ids": (TEXT, lambda size: body(prompt=[100] * (size // 16))),
     "nested": (TEXT, lambda size: b'{"prompt":' + b"[" * (size - 20)),
     "a pattern of many states": (TEXT, lambda size: schema({"type": "string", "pattern": "^([a-z]{1,200}x){1,200}$"})),
+    "an ambiguous pattern": (TEXT, lambda size: schema({"type": "string", "pattern": "(.{0,3}a?){0,20}"})),
+    "counted properties": (TEXT, lambda size: schema(counted_properties(200, 80, 150))),
     "strings of many lengths": (TEXT, lambda size: schema(strings(200, 100))),
     "strings of few lengths": (TEXT, lambda size: schema(strings(8, 900))),
     "a chain of references": (TEXT, lambda size: schema(references(3_000))),

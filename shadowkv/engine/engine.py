@@ -266,8 +266,9 @@ class Engine:
         return self.scheduler.prefix_cache.saves
 
     def close(self) -> None:
-        """Ends the prefix cache's work, with a short time to write what is on its way to the disk; and the other
-        ranks."""
+        """Ends the prefix cache's work, with a short time to write what is on its way to the disk; the processes that
+        try schemas; and the other ranks."""
+        self.requests.grammars.trials.close()
         with current(self.device):
             self.scheduler.prefix_cache.close()
         if self._ranks is not None:

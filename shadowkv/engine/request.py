@@ -73,6 +73,10 @@ class RequestError(ValueError):
         self.param = param
 
 
+class SchemaTimeout(RequestError):
+    """A request with a JSON schema that takes too long to compile."""
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """What a request may ask for, of an engine with memory for it.

@@ -29,6 +29,7 @@ class RequestFactory:
     Attributes:
         limits: of any request.
         stop_ids: tokens that end an answer.
+        grammars: of JSON schemas.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RequestFactory:
         self._config, self._scheduler, self._origin = config, scheduler, origin
         self.limits = RequestLimits(vocab_size, scheduler.cache.max_model_len, config.default_max_tokens)
         self.stop_ids = frozenset(token for token in stops if token < vocab_size)
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, self.stop_ids)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.stop_ids)
 
     def request(
         self,
@@ -64,7 +65,7 @@ class RequestFactory:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
         if params.json_schema is not None:
-            constraint = self._grammars.constraint(params.json_schema, params.json_one_line)
+            constraint = self.grammars.constraint(params.json_schema, params.json_one_line)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self._config.enable_prefix_caching and params.cache_prompt:
             prompt = self._prompt(prompt_token_ids, params.cache_salt)
@@ -72,7 +73,7 @@ class RequestFactory:
 
     def compile_grammar(self, schema: str, one_line: bool = False) -> None:
         """Prepares a JSON schema for fast use, on any thread; raises RequestError if nothing can satisfy it."""
-        self._grammars.compile(schema, one_line)
+        self.grammars.compile(schema, one_line)
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
         """Names of the pages of a prompt that can be shared."""

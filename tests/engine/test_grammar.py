@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,8 +33,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(byte_tokenizer(300, [256]), 300, frozenset([256]))
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(byte_tokenizer(300, [256]), 300, frozenset([256]))
+    yield compiler
+    compiler.trials.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

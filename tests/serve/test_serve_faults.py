@@ -19,8 +19,11 @@ from test_serve_long_prompts import TRIES, health_waits
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process import client as engine_client
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.structured import grammar
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
 
 SECONDS = 300
@@ -151,6 +154,71 @@ def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
     monkeypatch.setattr(engine_client, "check_schema", check)
     monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda schema, one_line: None)
     asyncio.run(run())
+
+
+def test_a_grammar_that_is_there_waits_for_no_other(engine, monkeypatch):
+    known, go = '{"maxLength": 3}', threading.Event()
+    begun = threading.Semaphore(0)
+
+    def compile_grammar(schema, one_line):
+        begun.release()
+        assert go.wait(2 * SECONDS)
+
+    async def run():
+        await engine.compile_grammar(known)
+        params = SamplingParams(max_tokens=4, json_schema=known)
+        monkeypatch.setattr(engine.engine.requests, "compile_grammar", compile_grammar)
+        others = ("{}", '{"maxLength": 301}', '{"pattern": "a"}', '{"pattern": "b"}')
+        waiting = [asyncio.create_task(engine.compile_grammar(other)) for other in others]
+        try:
+            for _ in others:
+                assert await asyncio.to_thread(begun.acquire, timeout=SECONDS)
+            await asyncio.wait_for(engine.compile_grammar(known), SECONDS)
+
+            async def answer():
+                return [output async for _, output in engine.generate([engine.request([1, 2, 3], params)])]
+
+            assert (await asyncio.wait_for(answer(), SECONDS))[-1].finish_reason
+        finally:
+            go.set()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(run())
+
+
+def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch):
+    monkeypatch.setitem(grammar.SECONDS, "medium", 1.0)
+
+    def formatted(schema):
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return ask(url, response_format=format, max_tokens=8, ignore_eos=False)
+
+    patterns = [f"(.{{0,3}}a?){{0,20}}{number}" for number in range(3)]
+    assert formatted({"type": "integer"}).status_code == 200  # the compiler is there
+    with ThreadPoolExecutor(9) as clients:
+        answers = [clients.submit(formatted, {"type": "string", "pattern": patterns[n % 3]}) for n in range(9)]
+        served = 0
+        while not all(answer.done() for answer in answers):
+            assert formatted({"type": "integer", "minimum": served}).status_code == 200
+            served += 1
+        for answer in answers:
+            error = error_of(answer.result(), 504)
+            assert (error["param"], error["code"]) == ("response_format", "timeout")
+            assert "compiling it takes more than 1 second" in error["message"]
+    assert served > 3  # one that queued would have had to wait for all of them
+    monkeypatch.setattr(engine.engine.requests.grammars.trials, "_process", None)  # not tried again
+    error_of(formatted({"type": "string", "pattern": patterns[0]}), 504)
+
+
+def test_a_request_waits_for_its_schema_until_its_deadline(engine, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda *_: go.wait(2 * SECONDS))
+    with http_server(build_app(engine, "small", ServerSettings(request_timeout=0.5))) as url:
+        try:
+            error = error_of(ask(url, response_format={"type": "json_object"}), 504)
+        finally:
+            go.set()
+    assert error["code"] == "timeout" and "longer than this server allows" in error["message"]
 
 
 def test_others_are_served_while_a_large_schema_is_compiled(url):

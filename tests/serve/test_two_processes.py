@@ -23,6 +23,7 @@ from server_processes import RUNNING, SECONDS, Server, is_gone, seconds_until, s
 NOTICED, BUSY = 1.0, 5.0
 """Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
 something else as well."""
+TRIAL = "shadowkv.engine.structured.trial_process"
 TIMES = [pytest.param(2, id="twice"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
 
 
@@ -101,6 +102,30 @@ def test_a_server_that_is_stopped_drains_and_leaves_nothing(tiny_model: Path) ->
         assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
         one.assert_nothing_is_left(family)
         assert "engine has died" not in one.log.read_text()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Signals) -> None:
+    names = {f"p{number}": {} for number in range(200)}
+    schema = {"type": "object", "properties": names, "minProperties": 80, "maxProperties": 150}  # takes minutes
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with server(tiny_model, "--shutdown-timeout=1") as one, ThreadPoolExecutor(1) as client:
+        answer = client.submit(one.ask, response_format=format, ignore_eos=False)
+        seconds_until(lambda: [child for child in one.engine.children() if TRIAL in child.cmdline()])
+        family = one.family()
+        (trial,) = (process for process in family if TRIAL in process.cmdline())
+        seconds_until(lambda: trial.cpu_times().user > 4)  # it compiles by now
+        one.http.send_signal(end)
+        ended = time.monotonic()
+        one.http.wait(SECONDS)
+        if end == signal.SIGTERM:
+            response, _ = answer.result()
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+        else:
+            assert isinstance(answer.exception(SECONDS), httpx.HTTPError)
+        seconds_until(lambda: all(map(is_gone, family)))
+        assert time.monotonic() - ended < 1 + BUSY
+        one.assert_nothing_is_left(family)
 
 
 def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path) -> None:

@@ -20,7 +20,7 @@ from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import RequestOutput, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
-from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured.json_schema import check_schema
@@ -290,13 +290,14 @@ class EngineClient:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Prepares a JSON schema so that using it is fast; raises RequestError if nothing can satisfy it.
+        """Prepares a JSON schema so that using it is fast; raises RequestError if nothing can satisfy it, SchemaTimeout
+        if its patterns take too long.
 
-        Large ones may take seconds, on a thread that only other large ones wait for.
+        Large ones may take seconds, on a thread that only other large ones wait for; so may patterns.
         """
         loop = asyncio.get_running_loop()
         cost = await loop.run_in_executor(self._checking, check_schema, schema)
-        await self._ask(messages.Compile(self._number(), schema, one_line, cost.is_small), None, None)
+        await self._ask(messages.Compile(self._number(), schema, one_line, cost.effort), None, None)
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> ClientRequest:
         """A request for ``generate``; raises RequestError if it could never be served.
@@ -462,8 +463,9 @@ class EngineClient:
 
 
 def _error_of(failure: messages.Failure) -> Exception:
-    if failure.kind == "RequestError":
-        return RequestError(failure.message, failure.param)
+    for refused in (RequestError, SchemaTimeout):
+        if failure.kind == refused.__name__:
+            return refused(failure.message, failure.param)
     kind = getattr(protocol, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, SaveError):
         return kind(failure.message)

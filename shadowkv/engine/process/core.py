@@ -25,6 +25,8 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
+from shadowkv.engine.structured.json_schema import Effort
+from shadowkv.engine.structured.trials import PROCESSES
 from shadowkv.engine.warmup import warm_up
 from shadowkv.layers.group import RankFailure
 from shadowkv.prefix_cache.named.saves import Saves
@@ -53,9 +55,13 @@ class EngineCore:
         self._gone: set[str] = set()
         self._saves: dict[str, Callable[[], None]] = {}
         self._answers: dict[tuple[str, int], Future[Any]] = {}
-        # A compilation cannot be stopped; small schemas do not wait for large ones, and requests without one for none.
-        self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
-        self._compiling_small = ThreadPoolExecutor(1, "shadowkv-small-grammar")
+        # A compilation here cannot be stopped: a schema waits for those of its kind alone, and a request without one,
+        # or with one whose grammar is there, for none.
+        self._compiling: dict[Effort, ThreadPoolExecutor] = {
+            "small": ThreadPoolExecutor(1, "shadowkv-small-grammar"),
+            "medium": ThreadPoolExecutor(PROCESSES, "shadowkv-medium-grammar"),
+            "large": ThreadPoolExecutor(1, "shadowkv-large-grammar"),
+        }
         self._error: BaseException | None = None
         self._warm, self._stopping = threading.Event(), threading.Event()
         self._router = self._socket(zmq.ROUTER)
@@ -91,6 +97,8 @@ class EngineCore:
         """Stops after the current step; requests in flight get EngineDead."""
         self._stopping.set()
         self._commands.put(None)
+        for threads in self._compiling.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._stepper.is_alive():
             self._stepper.join(timeout)
         if self._receiver.is_alive():
@@ -161,8 +169,12 @@ class EngineCore:
         elif isinstance(command, messages.Forget):
             self._commands.put(partial(self._forget, client.decode(), command.number))
         elif isinstance(command, messages.Compile):
-            thread = self._compiling_small if command.small else self._compiling
-            compiled = thread.submit(self.engine.requests.compile_grammar, command.schema, command.one_line)
+            requests, compiled = self.engine.requests, Future[Any]()
+            if requests.grammars.has(command.schema, command.one_line):
+                settle(compiled, None)
+            else:
+                threads = self._compiling[command.effort]
+                compiled = threads.submit(requests.compile_grammar, command.schema, command.one_line)
             self._commands.put(partial(self._expect, client.decode(), command.number, compiled))
         else:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
@@ -197,8 +209,10 @@ class EngineCore:
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
         self._in_flight.add(add.request_id)
-        if add.params.json_schema is not None:  # compiled by now, unless its grammar had to make room for others
-            self._compiling.submit(self._make_request, client.decode(), add)
+        schema, grammars = add.params.json_schema, self.engine.requests.grammars
+        # Compiled by now, unless its grammar had to make room for others.
+        if schema is not None and not grammars.has(schema, add.params.json_one_line):
+            self._compiling["large"].submit(self._make_request, client.decode(), add)
         elif (refused := self._make_request(client.decode(), add)) is not None:
             self._router.send_multipart([client, encode(refused)])
 

@@ -36,6 +36,9 @@ POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 5.0
 """How long a step may still take once the process that started this one is gone."""
 
+EXIT_SECONDS = 0.5
+"""How long threads may still work once everything is closed."""
+
 OWN_CACHE = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "kv_dense_below") + (
     ("kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
 )
@@ -130,7 +133,11 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
     if parent.is_gone:
         parent.exit()  # nobody is left to read the last messages
     zmq.Context.instance().term()  # once the last messages have left
-    return 0 if well else 1
+    code = 0 if well else 1
+    compiling = threading.Timer(EXIT_SECONDS, parent.exit, [code])  # a compilation cannot be stopped
+    compiling.daemon = True
+    compiling.start()
+    return code
 
 
 class _Parent:
@@ -164,10 +171,10 @@ class _Parent:
         timer.daemon = True
         timer.start()
 
-    def exit(self) -> NoReturn:
+    def exit(self, code: int = 1) -> NoReturn:
         """Ends this process at once."""
         self.remove_folder()
-        os._exit(1)
+        os._exit(code)
 
     def remove_folder(self) -> None:
         """Removes the sockets' folder, if it is there."""

@@ -16,8 +16,9 @@ import msgspec
 
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.structured.json_schema import Effort
 
-VERSION = 1
+VERSION = 2
 """Of these messages."""
 
 ID_BYTES = 4
@@ -75,12 +76,13 @@ class Statistics(msgspec.Struct, tag=True):
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Asks for a JSON schema to be made ready for use, where requests that have none, or a small one, do not wait."""
+    """Asks for a JSON schema to be made ready for use, where requests without one, or with one of less effort, do not
+    wait."""
 
     number: int
     schema: str
     one_line: bool
-    small: bool
+    effort: Effort
 
 
 class Segments(msgspec.Struct, tag=True):

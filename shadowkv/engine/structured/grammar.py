@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -12,70 +13,92 @@ from torch import Tensor
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.json_schema import check_schema, refusal
+from shadowkv.engine.structured.trials import SECONDS, SchemaTrials
+from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema, new_compiler
 
 if TYPE_CHECKING:
     import xgrammar
 
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-CACHE_BYTES = 2**29
+KEPT_BYTES = 2**28
 """Size of the compiled grammars that are kept."""
-
-LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
-"""Time, source file and condition before the compiler's message."""
-
 
 CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
 class GrammarCompiler:
-    """Compiles schemas for one model's vocabulary. May be used from any thread; compiling does not block the others."""
+    """Compiles schemas for one model's vocabulary. May be used from any thread; compiling does not block the others.
+
+    Attributes:
+        trials: of schemas whose compilation may never end.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
-        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._vocabulary = partial(Vocabulary.of, tokenizer, vocab_size, stop_ids)
+        self._vocab_size, self._compiler = vocab_size, cast("xgrammar.GrammarCompiler | None", None)
+        self.trials = SchemaTrials(self._vocabulary)
         self._allowed = torch.empty(0)
         self._lock = threading.Lock()
+        self._kept: dict[tuple[str, bool], xgrammar.CompiledGrammar] = {}
+        self._kept_bytes, self._keeping = 0, threading.Lock()
 
     def compile(self, schema: str, one_line: bool = False) -> xgrammar.CompiledGrammar:
-        """The grammar of a JSON schema (as JSON text); the compiler keeps it, so that the next time is fast.
+        """The grammar of a JSON schema (as JSON text), which is kept, so that the next time is fast.
 
         ``one_line`` is as in ``SamplingParams.json_one_line``.
 
-        Raises RequestError where xgrammar is not installed or cannot follow the schema, or nothing can satisfy it.
+        Raises RequestError where xgrammar is not installed or cannot follow the schema, or nothing can satisfy it;
+        SchemaTimeout where compiling it would take too long.
         """
-        anything = check_schema(schema).anything
+        if (grammar := self._look_up(schema, one_line)) is not None:
+            return grammar
+        cost = check_schema(schema)
         try:
             with self._lock:
                 compiler = self._compiler = self._compiler or self._build()
-            if anything:
-                return compiler.compile_builtin_json_grammar()
-            return compiler.compile_json_schema(schema, any_whitespace=not one_line)
+            if cost.effort != "small":
+                self.trials.run(schema, one_line, SECONDS[cost.effort])
+            grammar = compile_schema(compiler, schema, one_line)
         except ImportError as error:
             message = "JSON output needs xgrammar, which the server lacks: there, pip install xgrammar"
             raise RequestError(message, "response_format") from error
-        except (RuntimeError, ValueError) as error:  # includes RecursionError
-            reason = LOG_PREFIX.sub("", str(error)).strip()
-            raise refusal(reason or "xgrammar gives no reason; simpler patterns may do") from error
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise refusal(str(error)) from error
+        self._keep(schema, one_line, grammar)
+        return grammar
+
+    def has(self, schema: str, one_line: bool) -> bool:
+        """Whether the grammar of a schema is kept."""
+        return self._look_up(schema, one_line) is not None
 
     def constraint(self, schema: str, one_line: bool = False) -> GrammarConstraint:
         """A new position at the start of ``schema``'s grammar; raises RequestError as ``compile`` does."""
         return GrammarConstraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
 
     def _build(self) -> xgrammar.GrammarCompiler:
-        import xgrammar
-
-        vocabulary = [""] * self._vocab_size
-        for text, token in self._tokenizer.vocabulary().items():
-            if token < self._vocab_size:
-                vocabulary[token] = text
-        kind = xgrammar.VocabType.BYTE_LEVEL if self._tokenizer.is_byte_level else xgrammar.VocabType.BYTE_FALLBACK
-        info = xgrammar.TokenizerInfo(
-            vocabulary, vocab_type=kind, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
-        )
+        info = self._vocabulary().info()
         self._allowed = _without_control_characters(info.decoded_vocab, self._vocab_size)
-        threads = max(1, torch.get_num_threads() // 2)  # the other threads are for requests being served
-        return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+        # The other threads are for requests being served.
+        return new_compiler(info, max(1, torch.get_num_threads() // 2))
+
+    def _look_up(self, schema: str, one_line: bool) -> xgrammar.CompiledGrammar | None:
+        with self._keeping:
+            grammar = self._kept.pop((schema, one_line), None)
+            if grammar is not None:
+                self._kept[schema, one_line] = grammar  # the last one to go
+            return grammar
+
+    def _keep(self, schema: str, one_line: bool, grammar: xgrammar.CompiledGrammar) -> None:
+        with self._keeping:
+            if (schema, one_line) in self._kept:  # another thread was faster
+                return
+            self._kept[schema, one_line] = grammar
+            self._kept_bytes += grammar.memory_size_bytes
+            while self._kept_bytes > KEPT_BYTES:
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).memory_size_bytes
 
 
 class GrammarConstraint:

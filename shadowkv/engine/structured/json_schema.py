@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from shadowkv.engine.request import RequestError
 
@@ -22,7 +22,23 @@ MAX_SCHEMA_STATES = 8_000
 """Repetitions of patterns and strings are compiled state by state, each with a mask over the vocabulary, which takes
 one or two milliseconds: a pattern of 60 characters can ask for millions."""
 
-SMALL_CHARS, SMALL_STATES = 8_000, 300
+SMALL_CHARS, SMALL_STATES = 4_000, 50
+MEDIUM_CHARS, MEDIUM_STATES = 8_000, 300
+
+UNBOUNDED: dict[str, type | tuple[type, ...]] = {
+    "pattern": str,
+    "patternProperties": dict,
+    "propertyNames": dict,
+    "minProperties": (int, float),
+    "maxProperties": (int, float),
+}
+"""Keys, with the types of their values, whose cost is not known before compilation: a short regular expression may
+have millions of ways to read one token of several letters (where tokens are bytes, the same ones take milliseconds),
+and counted properties are compiled for each count."""
+
+Effort = Literal["small", "medium", "large"]
+"""What compiling a schema takes: a second at the most; seconds, or forever, although it is short; half a minute, or
+forever."""
 
 LONGEST_STRING = 1_000
 """States of a string, however long it may be."""
@@ -39,16 +55,21 @@ TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[
 
 @dataclass(frozen=True)
 class SchemaCost:
-    """What is known about a schema before compilation: about how many states it takes, and whether any JSON follows."""
+    """What is known about a schema before compilation: about how many states it takes, whether any JSON follows,
+    and whether all of its cost is known."""
 
     chars: int
     states: int
     anything: bool
+    bounded: bool
 
     @property
-    def is_small(self) -> bool:
-        """Whether compiling it takes a fraction of a second."""
-        return self.chars <= SMALL_CHARS and self.states <= SMALL_STATES
+    def effort(self) -> Effort:
+        """What compiling it may take."""
+        if self.chars > MEDIUM_CHARS or self.states > MEDIUM_STATES:
+            return "large"
+        is_small = self.bounded and self.chars <= SMALL_CHARS and self.states <= SMALL_STATES
+        return "small" if is_small else "medium"
 
 
 def refusal(reason: str) -> RequestError:
@@ -70,6 +91,7 @@ def _check(schema: str) -> SchemaCost:
         raise ValueError(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported")
     rules = json.loads(schema)
     repeated: set[tuple[Any, ...]] = set()
+    bounded = True
     level, depth = [rules], 0
     while level:
         depth += 1
@@ -79,6 +101,7 @@ def _check(schema: str) -> SchemaCost:
             if isinstance(one, dict):
                 repeated |= _repeated(one)
                 _check_reference(one.get("$ref"))
+                bounded &= not any(isinstance(one.get(key), kind) for key, kind in UNBOUNDED.items())
         level = [child for one in level for child in _children(one)]
     states = sum(_states(*one) for one in repeated)
     if states > MAX_SCHEMA_STATES:
@@ -88,7 +111,7 @@ def _check(schema: str) -> SchemaCost:
         )
     if not _has_answer(rules):
         raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
-    return SchemaCost(len(schema), states, bool(rules == ANY_JSON))
+    return SchemaCost(len(schema), states, bool(rules == ANY_JSON), bounded)
 
 
 def _repeated(rules: dict[str, Any]) -> set[tuple[Any, ...]]:

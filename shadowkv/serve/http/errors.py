@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
+from shadowkv.engine.request import EngineBusy, EngineDead, RequestError, SchemaTimeout
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.request_record import current_record
@@ -21,6 +21,9 @@ from shadowkv.serve.http.request_record import current_record
 logger = logging.getLogger("shadowkv.serve.errors")  # the name that the log shows
 
 INTERNAL_ERROR = "internal error; the server's log has the details"
+
+TOO_LONG = "the request took longer than this server allows"
+"""What a client is told whose request has met --request-timeout."""
 
 SAVES = {
     UnknownName: (404, "unknown_name"),
@@ -57,6 +60,8 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told about ``error``; our own errors are logged and not shown."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, SchemaTimeout):
+        return ApiError(str(error), status=504, param=error.param, code="timeout")
     if isinstance(error, RequestError):
         return ApiError(str(error), param=error.param)
     if isinstance(error, PydanticCustomError):  # a parameter that could only be checked with the prompt's length

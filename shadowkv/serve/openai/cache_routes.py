@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved
-from shadowkv.serve.http.errors import DeadlineExceeded
+from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
@@ -69,4 +69,4 @@ async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:
     try:
         return await asyncio.wait_for(work, seconds or None)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded("the request took longer than this server allows") from None
+        raise DeadlineExceeded(TOO_LONG) from None

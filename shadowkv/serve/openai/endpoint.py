@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.errors import as_api_error
+from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.replies import Events, EventStream, reply
 from shadowkv.serve.http.request_record import current_record
@@ -113,8 +113,8 @@ class Responder:
             name = body.model or self.served_name
             if name not in self.engines:
                 name = self.served_name
-            job = await prepare(self.engines[name], endpoint, body, name)
-            job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
+            job = await prepare(self.engines[name], endpoint, body, name, deadline)
+            job.metrics = self.metrics if name == self.served_name else None
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
             content = await endpoint.answer(job)
@@ -131,16 +131,21 @@ def check_model(requested: str | None, model: str) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str) -> Job:
-    """The request's job, not yet started; raises ApiError."""
+async def prepare(
+    engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str, deadline: float | None = None
+) -> Job:
+    """The request's job, not yet started; raises ApiError, and DeadlineExceeded where its schema takes longer than
+    until ``deadline``, in seconds of ``time.monotonic``."""
     check_model(body.model, model)
     try:
-        return await _prepare(engine, endpoint, body, model)
+        job = await _prepare(engine, endpoint, body, model, deadline)
     except (ApiError, RequestError) as error:
         raise as_api_error(error).renamed(endpoint.names) from error
+    job.deadline = deadline
+    return job
 
 
-async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str, deadline: float | None) -> Job:
     request = endpoint.request(body)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
@@ -154,11 +159,15 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
-            await engine.compile_grammar(request.output_schema, request.calls_are_forced)
+            compiling = engine.compile_grammar(request.output_schema, request.calls_are_forced)
+            await asyncio.wait_for(compiling, None if deadline is None else deadline - time.monotonic())
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(TOO_LONG) from None
         except RequestError as error:
             if not request.calls_are_forced:
                 raise
-            raise ApiError(f"tools: {error}", param="tools") from error
+            told = as_api_error(error)
+            raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
 
     record = current_record()
     name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.errors import DeadlineExceeded
+from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.openai.logprobs import scored_prompt, width
 from shadowkv.serve.openai.protocol import GenerationRequest, KVTransferParams, Sampling
 from shadowkv.serve.text.reasoning import ReasoningParser
@@ -94,7 +94,7 @@ class Job:
                     self.last_outputs[index] = output
                     yield index, self._with_prompt(index, output) if first else output
             except asyncio.TimeoutError:
-                raise DeadlineExceeded("the request took longer than this server allows") from None
+                raise DeadlineExceeded(TOO_LONG) from None
         await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
