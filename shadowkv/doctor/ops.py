@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.startup.loading import device_of
 from shadowkv.installation import building_cpu, building_cuda
@@ -54,7 +55,8 @@ def choices_for(model: str, kv: str, device: str) -> Choices:
     layout = Layout(preset(kv), config.shape, dtype, config.max_position)
     if layout.spec.prefill is None:
         layout = layout.with_fields(prefill="sparse" if where.type == "cuda" else "dense")
-    called = Decoder(config, dtype, "meta").called_ops.union(Sampler.calls)
+    fused = FusedLayers.calls if where.type == "cpu" else ()
+    called = Decoder(config, dtype, "meta").called_ops.union(Sampler.calls, fused)
     ops = choose_ops(layout, config.rope, where, called)
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []

@@ -255,9 +255,9 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
 
 AT_LEAST_ONE = {
     *("attend_blocks", "block_attention", "causal_attention", "causal_window_attention", "low_rank_basis"),
-    "select_blocks",
+    *("decode_layers", "select_blocks"),
 }
-"""Their docstrings ask for a query, or a row."""
+"""Their docstrings ask for a query, a row or a sequence."""
 
 
 def test_every_op_is_here() -> None:

@@ -55,6 +55,10 @@ class ObservedCache(KVCache):
         """As usual, but in one batch: an observer has seen all rows when it is called."""
         return replace(super().plan_decode(sequences), micro_batches=1)
 
+    def exact_layers(self) -> None:
+        """None: an op that runs whole layers calls nobody between them."""
+        return None
+
     def _keep(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         """For some of the rows at a time."""
         self._selected.append(selected.chunks)

@@ -24,7 +24,7 @@ def decode_layers(
     """A decode step's way through layers, whose attention is to exact pages; keys and values are written to these.
 
     Args:
-        x: [B, D], the residual stream. It is not changed.
+        x: [B, D], the residual stream of at least one sequence. It is not changed.
         attended: [B, H_q, d], what the attention of the first layer has found: the way begins behind it. None begins
             before the first layer.
         to_attention: end with the attention of the last layer instead of behind it.
