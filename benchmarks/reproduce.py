@@ -4,8 +4,8 @@ one, on the same samples.
     make reproduce                                   # SmolLM2's columns, in results/reproduce
     python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
 
-Needs the extra ``eval``, which ``make reproduce`` installs, and for Qwen's columns its GGUF file (``--qwen``). Goes on where it was
-stopped.
+Needs the extra ``eval``, which ``make reproduce`` installs, and for Qwen's columns its GGUF file (``--qwen``). Goes on
+where it was stopped.
 """
 
 from __future__ import annotations
