@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from bad_files import SECONDS, Serve, little_memory
 
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.process.launch import EngineProcess
 from shadowkv.models import LoadedModel, load_model
 from shadowkv.models.sources import fetch
 from shadowkv.serve.__main__ import main
+from shadowkv.serve.start import start_engine
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -27,6 +32,14 @@ def smollm2() -> LoadedModel:
     return load_model(SMOLLM2, dtype="float32")
 
 
+def start_what_loads(config: EngineConfig, compare: str | None) -> EngineProcess:
+    """The engine's process as a server starts it, where its model loads. One that does not is refused by this process:
+    hundreds of others would take a second and a half each."""
+    print(f"loading {config.model}", file=sys.stderr)
+    Engine(config).close()
+    return start_engine(config, compare)
+
+
 @pytest.fixture
 def serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Serve:
     """Runs ``python -m shadowkv.serve`` over no requests: its exit code, and all that it wrote to stderr."""
@@ -39,7 +52,7 @@ def serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Serve:
         files = ["--input", str(requests), "--output", str(answers)]
         start = time.monotonic()
         with little_memory():
-            code = main(["--model", str(model), "--device", "cpu", *files, *flags])
+            code = main(["--model", str(model), "--device", "cpu", *files, *flags], start_what_loads)
         assert time.monotonic() - start < SECONDS
         return code, capfd.readouterr().err
 
