@@ -31,8 +31,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.serving.server import running
 from shadowkv.bench.client import CompletionClient
+from shadowkv.bench.server_process import running
 from shadowkv.bench.serving_stats import Record
 from shadowkv.eval.provenance import provenance
 
