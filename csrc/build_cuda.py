@@ -17,6 +17,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FINDER = runpy.run_path(str(ROOT / "shadowkv/ops/cuda_compiler.py"))
@@ -47,7 +48,7 @@ def check_torch() -> None:
         raise RuntimeError(f"the CUDA ops need torch {oldest} or later, this is {torch.__version__}")
 
 
-def find_compiler():  # type: ignore[no-untyped-def]
+def find_compiler() -> Any:
     """The compiler that fits the installed torch; raises CompilerNotFound (an OSError) with the remedy."""
     import torch
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,10 @@ def _prompt(tokenizer: Tokenizer, questions: list[str], answers: list[list[int]]
 def _first_questions(lists: dict[str, Any], texts: Texts, held_out: bool) -> Iterator[str]:
     """First questions without end, drawn; each number of it is the same in every run."""
     rng, prefix = random.Random(f"chats/{held_out}"), "held_out_" if held_out else ""
-    of: Callable[[str], str] = lambda name: rng.choice(lists[prefix + name])  # noqa: E731
+
+    def of(name: str) -> str:
+        return str(rng.choice(lists[prefix + name]))
+
     words = {kind: word_list(kind, texts.folder) for kind in ("noun", "adjective", "verb")}
     kinds, shares = list(SHARES), list(SHARES.values())
     while True:

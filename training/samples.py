@@ -9,7 +9,7 @@ import random
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
@@ -158,7 +158,7 @@ def retrieval_batch(model: str, folder: Path, length: int, count: int, seed: str
         fitter = PromptFitter(tokenizer, length, ANSWER_TOKENS, chat)
         for index in range(min(-(-count // 4), count - len(samples))):
             fitter.budget = int(length * rng.uniform(0.8, 1.0)) - ANSWER_TOKENS
-            build = lambda units: generator.question(index, units, random.Random(f"{number}/{index}"))  # noqa: B023, E731
+            build = partial(_question, generator, index, f"{number}/{index}")
             try:
                 prompt, question = fitter.fill(build, generator.least, generator.most)
             except TooShortError:  # common words need 3,000 tokens for their lists
@@ -167,6 +167,10 @@ def retrieval_batch(model: str, folder: Path, length: int, count: int, seed: str
             answer = answer[: ANSWER_TOKENS - 1] + [end_token(tokenizer)]
             samples.append(Tokens(tokenizer.encode(prompt) + answer, len(answer)))
     return samples
+
+
+def _question(generator: Generator, index: int, seed: str, units: int) -> Question:
+    return generator.question(index, units, random.Random(seed))
 
 
 def end_token(tokenizer: Tokenizer) -> int:

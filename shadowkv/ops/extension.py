@@ -72,11 +72,6 @@ def cpu_missing() -> list[str]:
     return []
 
 
-def load_cpu() -> bool:
-    """Whether the C++ backends can be used."""
-    return not cpu_missing()
-
-
 def block_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one thread block on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one

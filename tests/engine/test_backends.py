@@ -20,7 +20,7 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.ops.case import Case
-from shadowkv.ops.extension import Unbuilt, load_cpu
+from shadowkv.ops.extension import Unbuilt, cpu_missing
 from shadowkv.ops.registry import NAMES, Ops
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,7 +38,7 @@ def test_the_backend_of_every_op_that_is_called_is_said(make: Any, kv: str) -> N
     assert ("select_top_chunks" in said) == (kv == "shadowkv")
 
 
-@pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+@pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_cpp_does_not_know_runs_in_pytorch_and_is_said(make: Any, dtype: str) -> None:
     engine = make(kv="shadowkv:budget=64,outliers=4", device="cpu", dtype=dtype)

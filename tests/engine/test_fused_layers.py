@@ -17,12 +17,12 @@ from shadowkv.engine.startup.loading import load_engine_parts
 from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import cpu_missing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families import build
 
-pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 LENGTHS, STEPS = (700, 3, 330), 70
 

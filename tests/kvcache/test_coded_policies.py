@@ -23,7 +23,7 @@ from shadowkv.ops.attend_selected.reference import attend_selected, gather_selec
 from shadowkv.ops.attend_selected.sources import CodedRows
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, RowCodec
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.registry import Ops
 
 CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
@@ -253,7 +253,7 @@ def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str,
     )  # fmt: skip
     chosen = Ops(device, case)
     known, codecs = set(), {parts.keys.codec_id, parts.values.codec_id}
-    if device == "cpu" and codecs <= {*LANES} and load_cpu():
+    if device == "cpu" and codecs <= {*LANES} and not cpu_missing():
         known = {"attend_coded", "attend_selected"}
     elif device == "cuda" and codecs <= {*LANES, CodecId.FP8}:
         known = {"attend_coded", "quantise_rows", "rebuild_rows"}

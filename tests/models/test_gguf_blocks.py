@@ -16,10 +16,10 @@ from test_families import sequences
 
 from shadowkv.layers.block_matrix import BlockLinear, BlockMatrix, Run
 from shadowkv.models import LoadedModel, load_model, loader
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.registry import choose
 
-pytestmark = pytest.mark.skipif(not load_cpu(), reason="weights stay in blocks where the C++ extension is built")
+pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="weights stay in blocks where the C++ extension is built")
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

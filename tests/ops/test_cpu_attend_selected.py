@@ -17,9 +17,9 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cpu
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.case import Case as OpsCase
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import cpu_missing
 
-pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from test_cpu_attend_selected import Case
 from torch import Tensor
 
 from shadowkv.ops import extension
-from shadowkv.ops.extension import Unbuilt, load_cpu
+from shadowkv.ops.extension import Unbuilt, cpu_missing
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cpu
 from shadowkv.ops.sampling import MOST_BITS, Sampling
@@ -23,7 +23,7 @@ from shadowkv.ops.sign_scores import reference as reference_scores
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, encode_scale, pack_sketch
 from shadowkv.ops.sketch_queries.reference import plane_bytes, sketch_queries
 
-pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 
 def case(lengths: list[int], heads: int = 2, group: int = 3, dim: int = 64) -> tuple[Tensor, ...]:

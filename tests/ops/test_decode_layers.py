@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]
     return Projection(tuple(runs), torch.randn(rows) if bias else None)
 
 
-def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False, **rope: object) -> Layers:
+def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False, **rope: Any) -> Layers:
     """Layers of random weights, with pages full of random tokens of a batch."""
     parts, made, query = FORMS[forms], [], QUERY_HEADS * DIM
 
@@ -60,7 +61,7 @@ def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False,
             v_pages=arena[1],
         )
         made.append(layer)
-    return Layers(made, 1e-5, RotaryTables(RopeConfig(DIM, **rope), 1000))  # type: ignore[arg-type]
+    return Layers(made, 1e-5, RotaryTables(RopeConfig(DIM, **rope), 1000))
 
 
 def part(layers: Layers, some: slice) -> Layers:
@@ -126,7 +127,7 @@ def test_layers_of_any_weights_and_batch(seed: int, forms: str, lengths: tuple[i
 @pytest.mark.parametrize(
     "rope", [{}, {"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 32}]
 )
-def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, object]) -> None:
+def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, Any]) -> None:
     assert_as_reference(make_layers(2, "floats", norms=True, bias=True, **rope), new_tokens((5, 130)), threads=3)
 
 

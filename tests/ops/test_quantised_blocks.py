@@ -8,13 +8,13 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
-from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.registry import Ops
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 numbers of a block begin."""
 
-needs_extension = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+needs_extension = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 
 def random_blocks(form: str, rows: int, columns: int) -> Tensor:
