@@ -119,7 +119,9 @@ class Front:
             more = message.get("more_body", False)
         record = current_record()
         assert record is not None  # every request has one from the log on
-        request = ForwardedRequest(sendable(scope, record.id), bytes(body), await self._prefix(scope, body))
+        request = ForwardedRequest(
+            sendable(scope, record.id, record.owner), bytes(body), await self._prefix(scope, body)
+        )
         answer = _Answer(scope, receive, send)
         await unless_disconnected(receive, self._answer(request, answer))
 

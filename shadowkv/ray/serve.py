@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 APP_NAME = "shadowkv"
 """Name of the Ray Serve application."""
 
-SEEN_TO = ("api_key", "max_concurrent_requests_per_key", "allowed_origins", "allow_credentials") + (
-    ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "allowed_hosts") + (
+    ("allowed_origins", "allow_credentials", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 )
 """Settings that a replica does not have: the front handles them, and the log."""
 

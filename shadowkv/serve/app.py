@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv.serve.anthropic.routes import messages_routes
-from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.bodies.reader import PROCESSES, BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
@@ -55,8 +55,9 @@ def build_app(
         counts: of what is open, in this process and others; None for this one alone.
     """
     settings = settings or ServerSettings()
-    bodies = BodyReader(settings.max_body_bytes)
-    documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
+    per_key = PROCESSES - 1 if len(settings.api_key) > 1 else PROCESSES
+    bodies = BodyReader(settings.max_body_bytes, per_key)
+    documents = BodyReader(MAX_DOCUMENT_BYTES, per_key, DOCUMENT_SECONDS)
     engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 

@@ -36,9 +36,10 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """The settings, with as many connections as the system allows where no flag sets a number; raises ValueError where
-    the environment does not meet a flag's needs."""
+    """The settings, with as many connections as the system allows where no flag sets a number, and for the host that is
+    listened on; raises ValueError where the environment does not meet a flag's needs."""
     settings.check_surroundings()
+    settings = settings.listening_on(args.host)
     connections = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
     return replace(settings, limit_concurrency=connections)
 

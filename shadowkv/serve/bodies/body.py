@@ -13,13 +13,23 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from shadowkv.serve.bodies.api_error import ApiError, from_validation
-from shadowkv.serve.bodies.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_NESTING, MAX_TEXT_CHARS, MAX_VALUES
+from shadowkv.serve.bodies.limits import (
+    MAX_CONTAINERS,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_NAME_CHARS,
+    MAX_NESTING,
+    MAX_TEXT_CHARS,
+    MAX_VALUES,
+)
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, complete, unknown
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
 """Fields of answers that clients send back, without any effect."""
+
+PIECE = 2**20
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -93,11 +103,39 @@ B = TypeVar("B", bound=Body)
 
 def read_body(raw: bytes, model: type[B]) -> B:
     """The request in a body; raises ApiError."""
+    _check_counts(raw)
     try:
         value = parse_json(raw)
     except JSONDecodeError as error:
         raise ApiError(f"the body is not valid JSON: {error.msg}") from error
     return validated(value, model)
+
+
+def _check_counts(raw: bytes) -> None:
+    """Refuses a body of more arrays, objects and items than any valid one has, before they are made."""
+    if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > MAX_ITEMS:
+        raw = _outside_strings(raw)  # a long text may have as many brackets and commas
+    for count, limit, things in (
+        (_containers(raw), MAX_CONTAINERS, "arrays and objects"),
+        (raw.count(b","), MAX_ITEMS, "items"),
+    ):
+        if count > limit:
+            reason = f"the body has {count} {things}, at most {limit} are allowed"
+            raise ApiError(reason, status=413, code="body_too_large")
+
+
+def _containers(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
+
+
+def _outside_strings(raw: bytes) -> bytes:
+    """JSON without what is within its strings; in pieces, as millions of strings take memory."""
+    raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
+    for start in range(0, len(raw), PIECE):
+        parts = raw[start : start + PIECE].split(b'"')
+        kept.append(b"".join(parts[within::2]))
+        within ^= (len(parts) - 1) % 2
+    return b"".join(kept)
 
 
 def validated(value: Any, model: type[B]) -> B:

@@ -1,13 +1,16 @@
 """What every request passes on its way to a route, from the outside in: its id and its line in the log, HEAD as GET,
-and the guard against requests without a valid key, too many of them per key, and bodies that are too long."""
+and the guard against requests to another host or without a valid key, too many of them per key, and bodies that are too
+long."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
-from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
+from shadowkv.serve.http.request_record import (
+    CLIENT_GONE,
+    INTERNAL,
+    SERVER_STOPPING,
+    RequestRecord,
+    current_record,
+    set_current_record,
+)
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.tracing import Tracing
 from shadowkv.wording import counted
@@ -30,6 +40,9 @@ OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 
 STATS_PATH = "/page/stats"
 """The page requests it every second: it is not counted among its key's requests, and not logged."""
+
+DIGEST_DIGITS = 16
+"""Of what stands for a key in names that are kept."""
 
 MAX_DIGITS = 18
 """Of a body's length, as a number that can be compared."""
@@ -141,16 +154,25 @@ class Guard:
     ) -> None:
         self._app, self._limit = app, settings.max_body_bytes
         self._keyless_paths = OPEN_PATHS | keyless_paths
+        self._hosts = (
+            frozenset() if "*" in settings.allowed_hosts else frozenset(map(str.lower, settings.allowed_hosts))
+        )
         self._keys = [key.encode() for key in settings.api_key]
+        self._keeps_keys_apart = settings.keeps_keys_apart
+        self._digests = [hashlib.sha256(b"shadowkv key" + key).hexdigest()[:DIGEST_DIGITS] for key in self._keys]
         self._limit_per_key, self._counts = settings.max_concurrent_requests_per_key, counts
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if not self._keys or scope["path"] in self._keyless_paths:
-            return await self._unless_too_large(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
+        if self._hosts and (host := _host(headers.get(b"host", b""))) not in self._hosts:
+            hosts = ", ".join(sorted(self._hosts))
+            error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
+            return await error_response(error, path)(scope, receive, send)
+        if not self._keys or path in self._keyless_paths:
+            return await self._unless_too_large(scope, receive, send)
         given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
         key = _matching_key(given, bare, self._keys)
         if key is None:
@@ -158,6 +180,9 @@ class Guard:
             text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        if (record := current_record()) is not None:
+            record.key = self._digests[key]
+            record.owner = record.key if self._keeps_keys_apart else None
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
         if not self._counts.begin(key, self._limit_per_key):
@@ -190,6 +215,15 @@ class Guard:
             return message
 
         return limited
+
+
+def _host(header: bytes) -> str:
+    """The host in a Host header, in small letters, without its port; the header as it is where it cannot be read."""
+    text = header.decode("latin-1")
+    try:
+        return urlsplit(f"//{text}").hostname or text
+    except ValueError:
+        return text
 
 
 def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:

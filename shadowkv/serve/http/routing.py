@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from shadowkv.serve.bodies.body import Body
 from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.errors import BodyRefused, as_api_error
+from shadowkv.serve.http.request_record import key_of_current
 
 STATUSES = {
     400: "The request is not valid.",
@@ -49,7 +50,7 @@ class _Request(Request):
         reader: BodyReader = self.app.state.bodies
         raw = await self.body()
         try:
-            return await reader.read(raw, self.model)
+            return await reader.read(raw, self.model, key_of_current())
         except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
             raise BodyRefused(as_api_error(error)) from error
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import ssl
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,10 @@ from shadowkv.serve.text.tool_formats import FORMATS, tool_format
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
-LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers")
+LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine to itself."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,17 @@ class ServerSettings:
     of the model's thoughts. The fields for keys, cross-origin pages (CORS), TLS, the log and traces have vLLM's names,
     too.
 
+    ``allowed_hosts`` are the hosts by which requests may name the server; with none it is any. A page of another site
+    can have its own name stand for 127.0.0.1 (DNS rebinding), and is then of the server's origin to a browser.
+    ``cache_salt_by_key`` keeps the cached prompts and the saves of an API key to itself; None: where there are several.
+
     Raises:
         SettingsError: values that are not valid; the message lists every one.
     """
 
     api_key: tuple[str, ...] = ()
+    cache_salt_by_key: bool | None = None
+    allowed_hosts: tuple[str, ...] = ()
     max_concurrent_requests_per_key: int = 0
     allowed_origins: tuple[str, ...] = ()
     allow_credentials: bool = False
@@ -100,6 +109,18 @@ class ServerSettings:
         """Length of the longest request body."""
         return int(self.max_body_mib * 2**20)
 
+    @property
+    def keeps_keys_apart(self) -> bool:
+        """Whether cached prompts and saves belong to the API key that they came with."""
+        return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
+
+    def listening_on(self, host: str) -> ServerSettings:
+        """The settings of a server that listens on ``host``: without keys and for this machine alone, requests must
+        name it as one of ``LOOPBACK`` where no hosts are given."""
+        if self.allowed_hosts or self.api_key or host not in LOOPBACK:
+            return self
+        return replace(self, allowed_hosts=LOOPBACK)
+
     def check_template(self, template: str | None) -> None:
         """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
         if self.enable_auto_tool_choice and tool_format(self.tool_call_parser, template) is None:
@@ -145,7 +166,15 @@ class ServerSettings:
         """Adds every flag; one that is not given is None, which differs from its default."""
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
+        text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
+        group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
+            (
+                "--allowed-hosts",
+                "HOST",
+                "that requests may name, '*': any (default: this machine's own names where there "
+                "are no keys and --host is one of them, else any)",
+            ),
             ("--allowed-origins", "ORIGIN", "whose pages may ask, '*': all (CORS; default: none)"),
             ("--allowed-methods", "METHOD", "that they may use (default: all)"),
             ("--allowed-headers", "HEADER", "that they may send (default: all)"),

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.replies import Events, EventStream, reply
-from shadowkv.serve.http.request_record import current_record
+from shadowkv.serve.http.request_record import current_record, owner_of_current
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
@@ -170,12 +170,13 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
             raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
 
     record = current_record()
+    owner = owner_of_current()
     name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"
 
     def encode() -> Job:
         prompts = endpoint.prompts(request, engine.max_model_len)
         choices = [
-            engine_request(engine, prompt, params)
+            engine_request(engine, prompt, params, owner)
             for prompt in prompts
             for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]
@@ -189,8 +190,13 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     return job
 
 
-def engine_request(engine: EngineClient, prompt: list[int], params: SamplingParams) -> ClientRequest:
-    """A request to the engine; raises ApiError if it could never be served."""
+def engine_request(
+    engine: EngineClient, prompt: list[int], params: SamplingParams, owner: str | None = None
+) -> ClientRequest:
+    """A request to the engine, which shares cached prompts with those of the same ``owner`` alone; raises ApiError if
+    it could never be served."""
+    if owner is not None:
+        params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:
         return engine.request(prompt, params)
     except RequestError as error:
