@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
@@ -27,7 +28,7 @@ class EngineConfig:
     """An engine's settings; every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: values that are not valid; the message lists every one.
+        SettingsError: values of other types, or that are not valid; the message lists every one.
     """
 
     model: str = DEFAULT_MODEL
@@ -67,6 +68,8 @@ class EngineConfig:
     skip_warmup: bool = False
 
     def __post_init__(self) -> None:
+        if wrong := wrong_types(self):
+            raise SettingsError("; ".join(wrong), self.names())
         bad = [
             f"{name}={getattr(self, name)} must be at least {least}"
             for name, least in (
@@ -119,9 +122,7 @@ class EngineConfig:
             bad.append(f"device={self.device!r} is one GPU: tensor_parallel_size > 1 takes them from the first on")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
-        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
-            bad.append(f"hf_overrides={self.hf_overrides!r} must be a dict of entries of a config.json")
-        elif self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
+        if self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
             bad.append(f"rope_theta={self.rope_theta} is an entry of hf_overrides, too: pass one of them")
         if bad:
             raise SettingsError("; ".join(bad), self.names())

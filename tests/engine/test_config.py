@@ -204,7 +204,7 @@ def test_a_base_of_rope_is_an_override():
 def test_overrides_are_an_object(text, said):
     with pytest.raises(argparse.ArgumentError, match=said):
         parse("--hf-overrides", text)
-    with pytest.raises(ValueError, match=r"hf_overrides=\[\] must be a dict of entries of a config\.json"):
+    with pytest.raises(ValueError, match=r"hf_overrides=\[\] must be dict or None, and is list"):
         EngineConfig(hf_overrides=[])
 
 
