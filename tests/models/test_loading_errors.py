@@ -165,7 +165,7 @@ def test_bad_options(llama: Path) -> None:
 def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         asked.append((name, allow_patterns))
         return str(llama)
 
@@ -182,7 +182,7 @@ def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyP
 def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         asked.append(allow_patterns)
         return str(llama)
 
@@ -205,7 +205,7 @@ ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     ],
 )
 def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         raise failure
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
