@@ -73,9 +73,17 @@ def test_missing_tokenizer(llama: Path) -> None:
         load_model(llama)
 
 
-def test_unknown_model_type(llama: Path) -> None:
-    edit_config(llama, model_type="mamba")
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama"):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mamba", "'mamba' is not supported; supported: llama, mistral"),
+        ("qwen3_moe", "'qwen3_moe' is not supported; nearest: qwen3; supported: llama"),
+        ("mixtral", "'mixtral' is not supported; nearest: mistral; supported: llama"),
+    ],
+)
+def test_unknown_model_type(llama: Path, kind: str, said: str) -> None:
+    edit_config(llama, model_type=kind)
+    with pytest.raises(ValueError, match=f"{said}.*; use another model$"):
         load_config(llama)
 
 
