@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,7 +33,8 @@ class Parser(argparse.ArgumentParser):
         return super().format_help().replace("``", "'")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        return super().parse_known_args(None if args is None else [_dashed(arg) for arg in args], namespace)
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(argument) for argument in given], namespace)
 
     def parse_with_file(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """A command line whose ``--config``, if it has one, names a YAML file of more flags, as vLLM's: keys are their

@@ -146,10 +146,9 @@ class Engine:
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.sampling_defaults = checked_defaults(
-            loaded.sampling if asked is None else asked, config.override_generation_config or {}
-        )
-        self.notes += defaults_in_words(self.sampling_defaults)
+        overrides = config.override_generation_config or {}
+        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
+        self.notes += defaults_in_words(self.sampling_defaults, bool(overrides))
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.pace = Pace()
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)

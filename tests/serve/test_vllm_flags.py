@@ -148,6 +148,12 @@ def test_mistakes(line: str, words: str, capsys: Any) -> None:
     assert words in capsys.readouterr().err
 
 
+def test_the_processs_own_arguments_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["shadowkv", "org/model", "--max_model_len=8k"])
+    args = parse(None)
+    assert (args.model, args.max_model_len) == ("org/model", 8000)
+
+
 def test_what_asks_for_nothing_needs_no_words(capsys: Any) -> None:
     line = "-pp 1 --data_parallel_size=1 --cpu-offload-gb 0 --tokenizer-mode auto --no-enable-lora --max-model-len auto"
     assert settings(*line.split())["max_model_len"] is None

@@ -280,7 +280,8 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
     return {**defaults, **overrides}
 
 
-def defaults_in_words(defaults: Mapping[str, Any]) -> list[str]:
-    """Lines for the start of a server."""
+def defaults_in_words(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
+    """Lines for the start of a server; ``overridden`` says whether some are not those of a file."""
+    source = f"{GENERATION_CONFIG}, overridden" if overridden else GENERATION_CONFIG
     values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    return [f"sample  {values} where a request does not say ({GENERATION_CONFIG})"] if defaults else []
+    return [f"sample  {values} where a request does not say ({source})"] if defaults else []
