@@ -25,11 +25,11 @@ def wrong_types(values: DataclassInstance) -> list[str]:
     Of containers only the kind is looked at. A bool is no number.
     """
     reasons = []
-    for field in fields(values):
-        value, expected = getattr(values, field.name), _expected(type(values))[field.name]
-        if not any(_is(value, kind) for kind in expected):
+    for name, expected in _expected(type(values)).items():
+        value = getattr(values, name)
+        if type(value) not in expected and not any(_is(value, kind) for kind in expected):
             names = " or ".join(_SHOWN.get(kind, kind.__name__) for kind in expected)
-            reasons.append(f"{field.name}={value!r:.100} must be {names}, and is {type(value).__name__}")
+            reasons.append(f"{name}={value!r:.100} must be {names}, and is {type(value).__name__}")
     return reasons
 
 
@@ -40,8 +40,9 @@ def _is(value: Any, kind: type) -> bool:
 
 
 @cache
-def _expected(kind: type) -> dict[str, tuple[type, ...]]:
-    return {name: tuple(_alternatives(hint)) for name, hint in get_type_hints(kind).items()}
+def _expected(kind: type[DataclassInstance]) -> dict[str, tuple[type, ...]]:
+    hints = get_type_hints(kind)
+    return {field.name: tuple(_alternatives(hints[field.name])) for field in fields(kind)}
 
 
 def _alternatives(hint: Any) -> Iterator[type]:

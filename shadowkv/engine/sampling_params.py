@@ -14,7 +14,8 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        n: answers to a prompt, each a sequence of its own; those of a seeded request have the seeds of ``choice_seed``.
+        n: answers to a prompt, of which ``LLM`` asks the engine for each by itself; those of a seeded request have the
+            seeds of ``choice_seed``.
         max_tokens: most tokens to generate; None means the engine's default (``default_max_tokens``), 0 only scores the
             prompt.
         min_tokens: tokens before which no end token is chosen.
