@@ -11,9 +11,10 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from shadowkv.models.checkpoints.files import check_regular, is_there
+from shadowkv.models.checkpoints.files import ALIKE, check_regular, is_there
 from shadowkv.models.quantization import SEPARATE_FILES
 from shadowkv.wording import SettingsError
 
@@ -213,8 +214,11 @@ def _from_hub(name: str, patterns: list[str], hub: Hub) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
     except Exception as error:
-        reason = _reason(error)
-        raise OSError(f"{name!r} is no local path, and the hub did not deliver it: {reason}") from error
+        reason = f"{name!r} is no local path, and the hub did not deliver it: {_reason(error)}"
+        # Its end is a version's or a purpose's: Llama-3.2-3B-Instruct is llama-3.2-3b in the catalogue.
+        near = get_close_matches(name.rpartition("/")[2].lower(), CATALOGUE, 1, ALIKE)
+        hint = f"; for a plan, the config of {near[0]!r} is known here" if near else ""
+        raise OSError(f"{reason}{hint}") from error
 
 
 def _reason(error: Exception) -> str:

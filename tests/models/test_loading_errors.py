@@ -219,3 +219,21 @@ def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(OSError, match=f"no local path, and the hub did not deliver it: {words}$"):
         load_model("some-org/some-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("meta-llama/Llama-3.2-3B-Instruct", "llama-3.2-3b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+    ],
+)
+def test_without_the_hub_a_known_config_is_named(name: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(OSError, match=f"offline; for a plan, the config of '{known}' is known here$"):
+        load_config(name)
+    assert load_config(known).num_layers > 0
