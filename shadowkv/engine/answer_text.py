@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shadowkv.engine.outputs import RequestOutput, TokenOutput
+from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
 
@@ -82,7 +82,7 @@ class AnswerText:
         self._at_once = not params.stop
         self.ended = False
 
-    def read(self, outputs: Sequence[TokenOutput]) -> RequestOutput:
+    def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
         """What one or more outputs, in order, add to the answer; those after its end must not be given."""
         if len(outputs) == 1:
             return self._read(outputs[0])
@@ -103,7 +103,7 @@ class AnswerText:
             whole.selections = [step for output in read for step in output.selections or ()]
         return whole
 
-    def _read(self, output: TokenOutput) -> RequestOutput:
+    def _read(self, output: TokenOutput) -> TextOutput:
         reason, text = output.finish_reason, self._detokenizer
         tokens = output.token_ids[:-1] if output.end_token else output.token_ids
         added = text.push(tokens) if tokens else ""
@@ -112,7 +112,7 @@ class AnswerText:
         elif reason is not None and reason != "error":
             added += text.finish()  # may complete one as well
         self.ended = reason is not None
-        return RequestOutput(
+        return TextOutput(
             output.request_id,
             added,
             output.token_ids,

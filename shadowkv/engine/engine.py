@@ -121,6 +121,9 @@ class Engine:
             raise SettingsError(f"{reason}: tensor_parallel_size must be 1 with it", ["tensor_parallel_size"])
         self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
         self.device = device_of(config.device) if self._ranks is None else self._ranks.device
+        if self._ranks is not None and self.device.type == "cpu":
+            many = f"tensor_parallel_size={config.tensor_parallel_size}"
+            logger.warning("%s: without GPUs all ranks share one CPU's memory, which makes nothing faster", many)
         with ExitStack() as stack:
             if self._ranks is not None:
                 stack.callback(self._ranks.close)
@@ -143,8 +146,9 @@ class Engine:
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked)
-        self.notes += defaults_in_words(self.sampling_defaults)
+        overrides = config.override_generation_config or {}
+        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
+        self.notes += defaults_in_words(self.sampling_defaults, bool(overrides))
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.pace = Pace()
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)

@@ -98,7 +98,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 @dataclass
-class RequestOutput:
+class TextOutput:
     """What was added to a request since the last such output, by one step or by several.
 
     Attributes:

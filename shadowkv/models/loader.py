@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
-from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve
+from shadowkv.models.sources import HUB, Hub, adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.registry import choose
@@ -68,9 +69,10 @@ def load_config(
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    hub: Hub = HUB,
 ) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
-    path = resolve(source, weights=False)
+    path = resolve(source, weights=False, hub=hub)
     if path.suffix == ".gguf":
         config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
     else:
@@ -89,6 +91,8 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     group: Group = ALONE,
+    hub: Hub = HUB,
+    tokenizer: str | Path | None = None,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of it.
 
@@ -103,6 +107,8 @@ def load_model(
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
         group: the ranks that the model is split across.
+        hub: what of the hub is used, where ``source`` is an id there.
+        tokenizer: a source whose tokenizer is used instead of the model's own.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -115,8 +121,7 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name, device = _name(source), torch.device(device)
-    weights_dtype = _dtype(dtype, device)
-    adapter = _adapter(source, adapter, load_format)
+    weights_dtype, adapter = _dtype(dtype, device), _adapter(source, adapter, load_format)
     # Before anything is fetched or read.
     check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
@@ -126,20 +131,19 @@ def load_model(
         return _quantised(config, quantization)
 
     if load_format == "dummy":
-        return _dummy(runnable(load_config(source, max_model_len, hf_overrides)), weights_dtype, device, group, name)
+        config = runnable(load_config(source, max_model_len, hf_overrides, hub=hub))
+        return _dummy(config, weights_dtype, device, group, name, partial(_tokenizer, tokenizer, config, hub))
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        runnable(load_config(source, max_model_len, hf_overrides))
-    path = resolve(source, weights=True)
+        runnable(load_config(source, max_model_len, hf_overrides, hub=hub))
+    path = resolve(source, weights=True, hub=hub)
     sampling = read_sampling(path) if path.is_dir() else {}
-    if path.suffix == ".gguf":
-        files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
-    else:
-        files = _directory(path, max_model_len, hf_overrides, runnable)
+    read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
+    files = read(path, max_model_len, hf_overrides, runnable)
+    tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     config, shapes, tensors = files.config, files.shapes, files.tensors
     may_keep_blocks = config.quantization is None and group.size == 1
-    forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
-    notes: tuple[str, ...] = ()
+    forms, notes = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}, tuple[str, ...]()
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
@@ -153,11 +157,14 @@ def load_model(
     runs, shard = block_runs(targets, forms), Shard(config, group.rank, group.size)
     check_memory(Decoder(shard.config, weights_dtype, "meta", runs, group), device)
     model = Decoder(shard.config, weights_dtype, device, runs, group)
-    # A progress bar, if the output is a terminal.
-    fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
-    if files.in_fp8 is not None:
-        notes = files.in_fp8.notes(quantised(model, targets))
-    return LoadedModel(config, shard, model, files.tokenizer, name, notes, sampling)
+    fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
+    notes = notes if files.in_fp8 is None else files.in_fp8.notes(quantised(model, targets))
+    return LoadedModel(config, shard, model, tokenizes, name, notes, sampling)
+
+
+def _with_a_bar(tensors: Iterator[tuple[str, Stored]], count: int) -> Iterator[tuple[str, Stored]]:
+    """``tensors``, with a progress bar if the output is a terminal."""
+    return iter(tqdm(tensors, "loading weights", count, unit="tensor", leave=False, disable=None))
 
 
 def load_tokenizer(
@@ -166,15 +173,22 @@ def load_tokenizer(
     load_format: str = "auto",
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
+    hub: Hub = HUB,
+    tokenizer: str | Path | None = None,
 ) -> Tokenizer:
     """The tokeniser that ``load_model`` gives, without reading the weights beside it; raises as that does."""
-    if load_format == "dummy":
-        config = load_config(source, max_model_len, hf_overrides)
+    config = load_config(source, max_model_len, hf_overrides, hub=hub)
+    own = None if load_format == "dummy" else source
+    return _tokenizer(own if tokenizer is None else tokenizer, config, hub)
+
+
+def _tokenizer(source: str | Path | None, config: ModelConfig, hub: Hub) -> Tokenizer:
+    """The tokenizer of a source, for a model of ``config``; without one a token is a byte, as random weights need."""
+    if source is None:
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
-    path = resolve(source, weights=True)  # one file with them, in a GGUF
+    path = resolve_tokenizer(source, hub)
     if path.suffix == ".gguf":
-        return tokenizer_from_gguf(GGUFFile(path), load_config(source, max_model_len, hf_overrides).eos_token_ids)
-    config, _ = config_from_directory(path, max_model_len, hf_overrides)
+        return tokenizer_from_gguf(GGUFFile(path), config.eos_token_ids)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
 
 
@@ -195,13 +209,20 @@ def _stated(source: str | Path) -> Path | None:
     return None if adapter_of(source) is None else config_file(str(source))
 
 
-def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
-    """A model of random weights, whose tokens are bytes."""
+def _dummy(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    name: str,
+    tokenizer: Callable[[], Tokenizer],
+) -> LoadedModel:
+    """A model of random weights."""
     shard = Shard(config, group.rank, group.size)
     check_memory(Decoder(shard.config, dtype, "meta", group=group), device)
     model = Decoder(shard.config, dtype, device, group=group)
     fill_dummy(model)
-    return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+    return LoadedModel(config, shard, model, tokenizer(), name)
 
 
 @dataclass(frozen=True)
@@ -209,6 +230,7 @@ class _Files:
     """What a model's files say, before any weight is read.
 
     Attributes:
+        tokenizer: reads it.
         shapes: of all weights, by their names in the files.
         tensors: the weights, read one after another.
         forms: blocks of quantised numbers that weights are stored in, by their names.
@@ -216,7 +238,7 @@ class _Files:
     """
 
     config: ModelConfig
-    tokenizer: Tokenizer
+    tokenizer: Callable[[], Tokenizer]
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Stored]]
     forms: Mapping[str, str] = field(default_factory=dict)
@@ -225,10 +247,10 @@ class _Files:
 
 def _gguf(
     path: Path,
-    stated: Path | None,
     max_model_len: int | None,
     hf_overrides: Mapping[str, Any] | None,
     runnable: Runnable,
+    stated: Path | None,
 ) -> _Files:
     """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
@@ -236,7 +258,7 @@ def _gguf(
         config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
     else:
         config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0])
-    tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
+    tokenizer = partial(tokenizer_from_gguf, file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
 
@@ -245,7 +267,7 @@ def _directory(
 ) -> _Files:
     config, kind = config_from_directory(path, max_model_len, hf_overrides)
     config = runnable(config)
-    tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+    tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     in_fp8 = None if kind is None else FP8Weights(path, kind)
     weights = SafetensorsWeights(path) if in_fp8 is None else in_fp8
     return _Files(config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8)

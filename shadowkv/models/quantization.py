@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.checkpoints.files import (
+    OTHER_MODEL,
+    ModelFileError,
+    in_words,
+    is_there,
+    read_json,
+    unsupported,
+)
 from shadowkv.models.checkpoints.fp8 import FP8Format, fp8_format
 from shadowkv.models.families.registry import FAMILIES
 
@@ -74,8 +81,8 @@ def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | N
         which = f"this form of it is not known: {str(form)[:200]}"
     reasons, remedy = [f"the weights are quantised {how}: {which}"], REMEDY
     if model_type not in FAMILIES:
-        reasons.append(f"model_type {str(model_type)[:60]!r} is not supported either, only {', '.join(FAMILIES)}")
-        remedy = "use another model"
+        reasons.append(unsupported("model_type", str(model_type), FAMILIES))
+        remedy = OTHER_MODEL
     raise ModelFileError(file, in_words(reasons), remedy)
 
 

@@ -18,7 +18,7 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import exit_on_signals, run_until_stopped
-from shadowkv.serve.start import add_arguments, bind, check_arguments, with_surroundings
+from shadowkv.serve.start import add_arguments, bind, parse_arguments, with_surroundings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -65,8 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--gpus-per-replica", type=float, metavar="N", help=text)
     text = "CPU cores that Ray keeps for each, and its threads (default: %(default)s)"
     group.add_argument("--cpus-per-replica", type=int, default=1, metavar="N", help=text)
-    args = parser.parse_args(argv)
-    check_arguments(parser, args)
+    args = parse_arguments(parser, argv)
     if args.replicas < 1:
         parser.error(f"--replicas {args.replicas} must be at least 1")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
@@ -160,4 +159,4 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
     )
     own = {name: getattr(ServerSettings, name) for name in SEEN_TO}
     settings = replace(settings, **own, disable_uvicorn_access_log=True)
-    return deployment.bind(config, args.compare, args.served_model_name, settings)
+    return deployment.bind(config, args.compare, settings)

@@ -17,7 +17,7 @@ from shadowkv.serve.bodies.reader import PROCESSES, BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath
 from shadowkv.serve.http.routing import Application
 from shadowkv.serve.http.server import run
 from shadowkv.serve.http.settings import ServerSettings
@@ -50,7 +50,7 @@ def build_app(
     """The application.
 
     Args:
-        served_name: the model's name to clients.
+        served_name: the model's name in answers; ``settings`` has others by which it may be asked for.
         compared: another engine of the same model; its model name has ``@`` and its policy appended.
         counts: of what is open, in this process and others; None for this one alone.
     """
@@ -84,7 +84,8 @@ def build_app(
     app.include_router(page_assets())
     app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())
-    app.include_router(status_routes(engine, engines, metrics))
+    names = dict.fromkeys(settings.served_model_name[1:], engine)
+    app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics))
     handle_errors(app)
     return app
 
@@ -107,6 +108,8 @@ def add_middleware(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+    if settings.root_path:
+        app.add_middleware(RootPath, root=settings.root_path)
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:

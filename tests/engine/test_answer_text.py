@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shadowkv.engine.answer_text import AnswerText
 from shadowkv.engine.config import DEFAULT_MODEL
-from shadowkv.engine.outputs import RequestOutput, RequestTimes, TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import RequestTimes, TextOutput, TokenLogprobs, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.models.loader import load_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def outputs_of(tokens: Sequence[int], reason: str = "length", end: int | None = 
 
 def read(tokenizer: Tokenizer, params: SamplingParams, outputs: list[TokenOutput], cuts: Iterable[int]) -> list[Any]:
     """What is read of the outputs, those between two cuts together, up to the answer's end."""
-    text, parts = AnswerText(tokenizer, params), list[RequestOutput]()
+    text, parts = AnswerText(tokenizer, params), list[TextOutput]()
     for first, end in pairwise([0, *sorted({*cuts} - {0, len(outputs)}), len(outputs)]):
         assert not text.ended
         parts.append(text.read(outputs[first:end]))

@@ -41,16 +41,16 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_follow_the_schema_beside_free_ones(llm: LLM, temperature: float) -> None:
-    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Describe Paris in JSON."}])
+    prompt = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "Describe Paris in JSON."}])
     bound = SamplingParams(max_tokens=80, temperature=temperature, seed=1, json_schema=json.dumps(SCHEMA))
     free = SamplingParams(max_tokens=12, temperature=0.0)
     answer, other = llm.generate([prompt, prompt], [bound, free])
-    found = json.loads(answer.text)
-    assert answer.finish_reason == "stop"
+    found = json.loads(answer.outputs[0].text)
+    assert answer.outputs[0].finish_reason == "stop"
     assert set(found) == {"city", "people"}
     assert isinstance(found["people"], int)
     (alone,) = llm.generate([prompt], free)
-    assert other.token_ids == alone.token_ids
+    assert other.outputs == alone.outputs
 
 
 def node(**more: Any) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_ctrl_c_while_both_are_at_work(make: Any, tiny: Path, monkeypatch: pytes
     assert_empty(llm.engine)
     monkeypatch.undo()
     wanted = [alone(make, ids, kv="shadowkv") for ids in (LONG, SHORT)]
-    assert [one.token_ids for one in llm.generate([LONG, SHORT], GREEDY)] == wanted
+    assert [one.outputs[0].token_ids for one in llm.generate([LONG, SHORT], GREEDY)] == wanted
 
 
 def iter_raising() -> Any:

@@ -92,13 +92,17 @@ class Tokenizer:
         self.bos_token_id: int | None = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
-        self.chat_template = chat_template
         self.chat_encoder = ChatEncoder(backend)
-        without_marks = self.chat_encoder.without_marks  # errors may quote a message
-        self._template = None if chat_template is None else ChatTemplate(chat_template, without_marks)
+        self.use_template(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
         self._own_frame = add_bos is not None or add_eos is not None
+
+    def use_template(self, source: str | None) -> None:
+        """Gives it another chat template; raises ValueError where that is not valid."""
+        without_marks = self.chat_encoder.without_marks  # errors may quote a message
+        self._template = None if source is None else ChatTemplate(source, without_marks)
+        self.chat_template = source
 
     @property
     def vocab_size(self) -> int:

@@ -29,7 +29,7 @@ class LineAnswers:
     """Answers requests with an engine, under the name of its model."""
 
     def __init__(self, engine: EngineClient, model: str, settings: ServerSettings | None = None) -> None:
-        self._engine, self._model = engine, model
+        self._engine, self._model, self._settings = engine, model, settings or ServerSettings()
         endpoints = (ChatCompletions(engine.tokenizer, settings), Completions(engine.tokenizer, settings))
         self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
 
@@ -55,6 +55,7 @@ class LineAnswers:
     async def _answer(self, request: LineRequest) -> dict[str, Any]:
         endpoint = self._endpoints[request.url]
         body = validated(request.body, endpoint.request_type)
+        body.model = self._settings.first_name(body.model)
         if body.stream:
             raise ApiError("stream is not supported in a batch", param="stream")
         return await endpoint.answer(await prepare(self._engine, endpoint, body, self._model))

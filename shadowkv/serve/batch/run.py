@@ -18,10 +18,16 @@ from typing import Any
 from tqdm import tqdm
 
 from shadowkv.command_line import one_line
+from shadowkv.log_format import escaped
 from shadowkv.serve.batch.files import BatchFiles, Sink
 from shadowkv.serve.batch.lines import BatchLines, LineRequest
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.wording import counted
+
+MOST_REASONS = 10
+"""Reasons of failures that are told apart in the report."""
+
+OTHER_REASONS = "other reasons, which are in the output"
 
 
 class BatchFailed(Exception):
@@ -37,6 +43,7 @@ class BatchRun:
     skipped: int = 0
     failed: int = 0
     tokens: int = 0
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     start: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
@@ -81,10 +88,26 @@ class BatchRun:
         self.done += 1
         if response is None or response["status_code"] != 200:
             self.failed += 1
+            self._note_reason(record)
         else:
             self.tokens += response["body"]["usage"]["completion_tokens"]
         self._bar.set_postfix_str(f"{self.tokens / (monotonic() - self.start):.1f} tokens/s", refresh=False)
         self._bar.update()
+
+    def _note_reason(self, record: dict[str, Any]) -> None:
+        response = record["response"]
+        wrong = record["error"] if response is None else response["body"]["error"]
+        reason = escaped(wrong["message"])
+        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        name = record["custom_id"]
+        count, first = self.reasons.get(reason, (0, "" if name is None else f", {escaped(name)} first"))
+        self.reasons[reason] = count + 1, first
+
+    def why(self) -> Iterator[str]:
+        """A line for each reason why lines have failed: how many, and the custom_id of the first, if it has one."""
+        for reason, (count, first) in self.reasons.items():
+            yield f"{count} failed{first}: {reason}"
 
     def kept(self) -> str:
         """After an interrupted run: how many answers there are, and where."""
@@ -114,4 +137,6 @@ def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
         print(f"{counted(run.skipped, 'request')} answered before")
     requests, tokens = counted(run.done, "request"), counted(run.tokens, "token")
     print(f"{requests}, {run.failed} failed, {tokens} in {seconds:.1f} s -> {files.output}")
+    for line in run.why():
+        print(line, file=sys.stderr)
     return 0

@@ -122,6 +122,22 @@ def _field(text: str) -> str:
     return re.sub(r"[^!-~]", "?", text)[:MAX_FIELD_CHARS]
 
 
+class RootPath:
+    """ASGI middleware that takes a path off the front of all others, whether a proxy has done so or not; the
+    application knows of it for the links that it makes."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            scope = {**scope, "root_path": self._root}
+            if path.startswith(f"{self._root}/"):
+                scope["path"] = path.removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
 class HeadAsGet:
     """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: with the same status and
     headers, and without a body."""

@@ -50,9 +50,12 @@ class _Request(Request):
         reader: BodyReader = self.app.state.bodies
         raw = await self.body()
         try:
-            return await reader.read(raw, self.model, key_of_current())
+            body: Any = await reader.read(raw, self.model, key_of_current())
         except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
             raise BodyRefused(as_api_error(error)) from error
+        if (named := getattr(body, "model", None)) is not None:
+            body.model = self.app.state.settings.first_name(named)
+        return body
 
 
 class BodyRoute(APIRoute):

@@ -22,6 +22,9 @@ LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allo
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""
 
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+"""uvicorn's."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -32,8 +35,8 @@ class ServerSettings:
 
     ``tool_call_parser``, ``enable_auto_tool_choice`` and ``reasoning_parser`` are vLLM's: the format in which the model
     writes tool calls, which most chat templates reveal; that a server must not start without knowing it; and the tags
-    of the model's thoughts. The fields for keys, cross-origin pages (CORS), TLS, the log and traces have vLLM's names,
-    too.
+    of the model's thoughts. The fields for the model's names to clients, of which answers have the first, keys,
+    cross-origin pages (CORS), TLS, the path before all others, the log and traces have vLLM's names, too.
 
     ``allowed_hosts`` are the hosts by which requests may name the server; with none it is any. A page of another site
     can have its own name stand for 127.0.0.1 (DNS rebinding), and is then of the server's origin to a browser.
@@ -43,6 +46,8 @@ class ServerSettings:
         SettingsError: values that are not valid; the message lists every one.
     """
 
+    served_model_name: tuple[str, ...] = ()
+    root_path: str = ""
     api_key: tuple[str, ...] = ()
     cache_salt_by_key: bool | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -56,6 +61,7 @@ class ServerSettings:
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
     disable_uvicorn_access_log: bool = False
+    uvicorn_log_level: str = "warning"
     otlp_traces_endpoint: str | None = None
     max_body_mib: float = 32.0
     request_timeout: float = 0.0
@@ -94,6 +100,10 @@ class ServerSettings:
             bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            bad.append(f"root_path={self.root_path!r} must begin with a slash and end without one, as /llm does")
+        if self.uvicorn_log_level not in LOG_LEVELS:
+            bad.append(f"uvicorn_log_level={self.uvicorn_log_level!r} must be one of {', '.join(LOG_LEVELS)}")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
@@ -120,6 +130,14 @@ class ServerSettings:
         if self.allowed_hosts or self.api_key or host not in LOOPBACK:
             return self
         return replace(self, allowed_hosts=LOOPBACK)
+
+    def served_name(self, own: str) -> str:
+        """The model's name in answers, where ``own`` is that of its files."""
+        return self.served_model_name[0] if self.served_model_name else own
+
+    def first_name(self, asked: str | None) -> str | None:
+        """The name in answers, where a request names the model by another of its names; else what it ``asked`` for."""
+        return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def check_template(self, template: str | None) -> None:
         """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
@@ -155,6 +173,7 @@ class ServerSettings:
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
         """The settings given by parsed flags."""
         given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        given["served_model_name"] = None if args.served_model_name is None else tuple(args.served_model_name)
         for name in LISTS:
             given[name] = None if given[name] is None else tuple(chain.from_iterable(given[name]))
         # Also from the environment, one per line: a command line is visible to every user of the machine.
@@ -164,6 +183,10 @@ class ServerSettings:
     @classmethod
     def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
         """Adds every flag; one that is not given is None, which differs from its default."""
+        text = "the model's names to clients; answers have the first (default: its own)"
+        group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=text)
+        text = "what a proxy puts before every path and removes again, such as /llm (default: nothing)"
+        group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
         text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
@@ -193,6 +216,8 @@ class ServerSettings:
         text = "no line in the log for each request"
         flags = ("--disable-uvicorn-access-log", "--disable-log-requests")
         group.add_argument(*flags, action="store_true", default=None, help=text)
+        text = f"of the web server's own lines (default: {cls.uvicorn_log_level})"
+        group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, help=text)
         text = "OpenTelemetry collector that spans of requests go to, over HTTP (default: none)"
         group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
         for flag, metavar, text in (

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
+from shadowkv.engine.outputs import TextOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
@@ -72,10 +72,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
-        self.last_outputs: dict[int, RequestOutput] = {}
+        self.last_outputs: dict[int, TextOutput] = {}
         self.thinking_tokens = 0
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
         continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
@@ -97,7 +97,7 @@ class Job:
                 raise DeadlineExceeded(TOO_LONG) from None
         await self.remote_prefill.send(prompts)
 
-    def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
+    def _with_prompt(self, index: int, output: TextOutput) -> TextOutput:
         """A choice's first output, with the prompt prepended if it is to be echoed."""
         if self.echo is None:
             return output
