@@ -23,7 +23,7 @@ AXE = "axe-core@4.14.1"
 RULES = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa", "best-practice"]
 SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 """A folder that screenshots are written to."""
-COLOURS = 96
+COLOURS = 224
 """Of a screenshot's palette: text and a few shades, in a small file."""
 
 DESKTOP, PHONE = {"width": 1120, "height": 860}, {"width": 390, "height": 844}

@@ -106,7 +106,7 @@ def test_a_chat_goes_on_and_is_kept(page, url, engine):
     expect(page.locator("#documents")).to_be_hidden()
     expect(page.locator("#question")).to_have_value("")
     ask(page, "And then?")
-    expect(page.locator(".answer-text")).to_have_count(2)
+    expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 2)
     expect(page.locator(".meta").last).to_contain_text("found in the cache")
     add(page, "three.txt", b"Third text.")
     ask(page, "And last?")
@@ -122,7 +122,7 @@ def test_a_chat_goes_on_and_is_kept(page, url, engine):
     expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 3)
     expect(page.locator(".asked .documents li").first).to_contain_text("one.txt")
     ask(page, "Once more?")
-    expect(page.locator(".answer-text")).to_have_count(4)
+    expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 4)
     assert engine.prompts[-1] == f"{third}Hello wörld.<user>Once more?<assistant>"  # with the texts of all documents
 
     page.click("#new")
@@ -177,6 +177,47 @@ def test_settings_reach_the_engine(page, url, engine):
     expect(page.locator("#settings-words")).to_have_text("up to 5 tokens, temperature 0.7, with a system prompt")
     page.get_by_role("button", name="Continue").click()
     expect(page.locator(".answer-text")).to_have_text("HelloHello")
+
+
+def test_models_without_a_chat_template(page, engine):
+    engine.tokenizer.chat_template = None
+    with http_server(build_app(engine, "fake")) as url:
+        opened(page, url)
+        page.click("#settings summary")
+        page.fill("#system", "Be short.")
+        add(page, "one.txt", b"First text.")
+        ask(page, "What is first?")
+        expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+        ask(page, "And then?")
+        expect(page.locator(".answer-text")).to_have_count(2)
+        expect(page.locator("#send")).to_be_enabled()
+    first = "\x01Be short.\n\nFirst text.\n\nQuestion: What is first?\nAnswer:"
+    assert engine.prompts == [first, f"{first}Hello wörld.\n\nQuestion: And then?\nAnswer:"]
+
+
+def test_thoughts_are_apart_and_not_sent_again(page, engine):
+    engine.reply = "<think>Hm, a key.</think>Under the stair."
+    with http_server(build_app(engine, "fake", ServerSettings(reasoning_parser="qwen3"))) as url:
+        opened(page, url)
+        ask(page, "Where?")
+        expect(page.locator(".answer-text")).to_have_text("Under the stair.")
+        page.click(".thoughts summary")
+        expect(page.locator(".thoughts > div")).to_have_text("Hm, a key.")
+        look_at(page, "thoughts", "light")
+        ask(page, "Why?")
+        expect(page.locator(".answer-text")).to_have_count(2)
+        expect(page.locator("#send")).to_be_enabled()
+        assert engine.prompts[-1] == "<user>Where?<assistant>Under the stair.<user>Why?<assistant>"
+
+
+def test_a_browser_that_keeps_nothing(page, url):
+    page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('refused'); } })")
+    opened(page, url)
+    expect(page.locator("#kept-note")).to_contain_text("This browser keeps nothing for this page")
+    add(page, "one.txt", b"First text.")
+    ask(page, "What is first?")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    expect(page.locator("#send")).to_be_enabled()
 
 
 def test_enter_asks_and_shift_enter_breaks_the_line(page, url, engine):
@@ -264,8 +305,11 @@ def test_what_is_read_of_a_prompt_is_shown(page):
         page.get_by_role("button", name="Regenerate").click()
         expect(told).to_contain_text("reading the prompt: 2 of")
         look_at(page, "reading", "light")
+        for control in ("#chats", "#new", "#delete", "#send"):  # the chat stays open while it is answered
+            expect(page.locator(control)).to_be_disabled()
         page.keyboard.press("Escape")
         expect(told).to_be_hidden()
+        expect(page.locator("#new")).to_be_enabled()
 
 
 @pytest.fixture

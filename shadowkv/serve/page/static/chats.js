@@ -14,6 +14,7 @@ export let chat = empty();
 const texts = new Map(); // of documents, by their ids
 let listed = []; // all that are kept, the newest first
 let opened = () => {};
+let held = false;
 
 function empty() {
   const id = `${Date.now()}-${Math.random().toString(36).slice(2)}`;
@@ -97,12 +98,15 @@ function list() {
   byId("chats").replaceChildren(...options);
   byId("chats").value = chat.id;
   const isEmpty = !chat.turns.length;
-  for (const id of ["new", "export", "delete"]) byId(id).disabled = isEmpty;
+  byId("chats").disabled = held;
+  byId("export").disabled = isEmpty;
+  for (const id of ["new", "delete"]) byId(id).disabled = held || isEmpty;
 }
 
 /** While an answer is being written the chat stays open. */
-export function holdChats(held) {
-  for (const id of ["new", "chats", "delete"]) byId(id).disabled = held || (id !== "chats" && !chat.turns.length);
+export function holdChats(hold) {
+  held = hold;
+  list();
 }
 
 const fileName = (title) => title.replaceAll(/[^\p{L}\p{N} -]/gu, "").trim() || "chat";
