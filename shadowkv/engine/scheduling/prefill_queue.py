@@ -64,7 +64,7 @@ class PrefillAtWork:
         """Tokens left to compute of each prompt, where half of the layers of all count as all layers of half."""
         left = 1 - self.done / max(self.pieces, self.done)
         requests = [running.request for running in self.rows]
-        return [int(left * (len(request.prompt_token_ids) - request.cached_tokens)) for request in requests]
+        return [math.ceil(left * (len(request.prompt_token_ids) - request.cached_tokens)) for request in requests]
 
 
 class PrefillQueue:

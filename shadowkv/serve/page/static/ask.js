@@ -8,7 +8,8 @@ import { byId, count, policyInWords, show, tell, tokens } from "./elements.js";
 import { setUpSettings, showSettings } from "./settings.js";
 import { Turn } from "./turns.js";
 
-const REDRAW = 150; // milliseconds
+const REDRAW = 150; // milliseconds, at least, and so many times as long as it takes:
+const REST = 4;
 const KEEP = 1000;
 const RESERVE = 128; // tokens, at least, for a question, its template and the answer
 const CHARACTERS = 3; // of a token, where it was not counted
@@ -153,7 +154,7 @@ async function ask() {
       mostTokens(counted.count);
     } catch (error) {
       putBack(documents);
-      byId("question").value = question;
+      byId("question").value ||= question;
       throw error;
     }
     await addTurn(question, documents);
@@ -224,7 +225,7 @@ async function writing(turn, requests) {
 }
 
 async function receive(turn, into, path, body) {
-  let [end, reason, usage, drawn, kept] = ["stopped", "stopped", null, 0, 0];
+  let [end, reason, usage, due, kept] = ["stopped", "stopped", null, 0, 0];
   const first = into === turn.answers[0];
   into.begin();
   try {
@@ -239,11 +240,11 @@ async function receive(turn, into, path, body) {
         if (how) [end, reason] = how === "length" ? ["length", `cut off after ${tokens(body.max_tokens)}`] : ["", ""];
       }
       const now = performance.now();
-      if (now > drawn + REDRAW) {
-        drawn = now;
+      if (now > due) {
         into.render();
-        turn.compare(false);
+        turn.compare();
         if (first) follow(into);
+        due = performance.now() + Math.max(REDRAW, REST * (performance.now() - now));
       }
       if (now > kept + KEEP) {
         kept = now;
@@ -255,7 +256,7 @@ async function receive(turn, into, path, body) {
     throw error;
   } finally {
     into.finish(end, reason, usage);
-    turn.compare(turn.answers.every(({ record }) => record.end !== "answering"));
+    turn.compare();
     if (first) follow(into);
   }
 }

@@ -19,8 +19,11 @@ export function duration(seconds) {
 
 const WORDS = {
   turbo: "compressed cache",
+  "turbo-host": "compressed cache, its values in host memory",
   full: "nothing compressed",
   fp8: "cache in 8 bits",
+  "turboquant-4": "cache in 4 bits",
+  "turboquant-3": "cache in 3 bits",
 };
 
 /** A cache policy's name, with what it means where that is known. */
@@ -55,10 +58,10 @@ export function button(text, pressed, classes = "") {
 
 /** Puts a text on the clipboard; the second way is for pages that are neither local nor encrypted. */
 export async function copy(text) {
-  if (navigator.clipboard) {
+  try {
     await navigator.clipboard.writeText(text);
     return;
-  }
+  } catch { /* it is not there, or not allowed */ }
   const area = make("textarea", "away");
   area.value = text;
   document.body.append(area);

@@ -35,7 +35,7 @@ export class Turn {
   fill() {
     this.answers = this.record.answers.map((one) => new Answer(one, this.chosen));
     this.columns.replaceChildren(...this.answers.map((answer) => answer.element));
-    this.compare(true);
+    this.compare();
   }
 
   /** Replaces the answers by empty ones with these titles. */
@@ -44,8 +44,9 @@ export class Turn {
     this.fill();
   }
 
-  /** Where two answers part. */
-  compare(ended) {
+  /** Says where two answers part, or once both have ended that they do not. */
+  compare() {
+    const ended = this.answers.every(({ record }) => record.end !== "answering");
     const words = this.answers.length === 2 ? markDivergence(this.answers, ended) : "";
     if (this.divergence.textContent !== words) this.divergence.textContent = words;
     this.divergence.hidden = !words;
