@@ -221,6 +221,7 @@ def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
         "response_format": response_format,
         "stream_options": fields({"include_usage": boolean}),
         "return_selections": boolean,
+        "return_progress": boolean,
         "kv_transfer_params": fields(
             {
                 "do_remote_decode": boolean,

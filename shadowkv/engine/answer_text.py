@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
+
+Value = TypeVar("Value")
 
 
 class DecodeStream(Protocol):
@@ -96,7 +98,8 @@ class AnswerText:
         whole = read[-1]
         whole.text = "".join(output.text for output in read)
         whole.token_ids = [token for output in read for token in output.token_ids]
-        whole.prompt_logprobs = read[0].prompt_logprobs
+        whole.prompt_logprobs = _first(output.prompt_logprobs for output in read)
+        whole.prefilled = _first(output.prefilled for output in reversed(read))
         if whole.logprobs is not None:
             whole.logprobs = [step for output in read for step in output.logprobs or ()]
         if whole.selections is not None:
@@ -126,6 +129,7 @@ class AnswerText:
             output.prompt_logprobs,
             text.stop_string if self.ended else None,
             output.selections,
+            output.prefilled,
         )
 
 
@@ -143,6 +147,11 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         last.end_token,
         last.error,
         None if logprobs is None else [step for output in outputs for step in output.logprobs or ()],
-        outputs[0].prompt_logprobs,
+        _first(output.prompt_logprobs for output in outputs),
         None if selections is None else [step for output in outputs for step in output.selections or ()],
+        _first(output.prefilled for output in reversed(outputs)),
     )
+
+
+def _first(values: Iterable[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)

@@ -320,7 +320,16 @@ class Engine:
             ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
             return self._prefill_failed(self.prefill_queue.at_work[-1], error)
-        return [] if ended is None else self._end_prefill(*ended)
+        return self._progress(prefill) if ended is None else self._end_prefill(*ended)
+
+    def _progress(self, prefill: PrefillAtWork) -> list[TokenOutput]:
+        """How far a prefill has come, for those of its requests that ask for it."""
+        outputs = []
+        for request, left in zip((running.request for running in prefill.rows), prefill.tokens_left, strict=True):
+            if request.params.return_progress and request.request_id not in self._aborted:
+                outputs.append(output := _output(request, [], None))
+                output.prefilled = len(request.prompt_token_ids) - left
+        return outputs
 
     def _prefill_failed(self, prefill: PrefillAtWork, error: BaseException) -> list[TokenOutput]:
         """Ends the requests of a prefill that has failed; raises ``error`` where that is not all."""
@@ -394,6 +403,8 @@ class Engine:
                 output.prompt_logprobs = scores
                 if running.request.params.return_selections:
                     output.selections = [(selected or {}).get(row)] * len(output.token_ids)
+                if running.request.params.return_progress and len(running.request.output_token_ids) <= 1:
+                    output.prefilled = len(running.request.prompt_token_ids)
                 outputs.append(output)
             except Exception as error:  # the others continue
                 outputs.append(self._fail(running, _explain(error)))

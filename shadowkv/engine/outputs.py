@@ -81,6 +81,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         logprobs: one per new token, if requested.
         prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
         selections: what each new token attended to, if requested; None for the first, which prefill chose.
+        prefilled: tokens of the prompt that are in the cache, found there or computed, if requested: on outputs without
+            tokens while the prompt is computed, and on that of the first token.
     """
 
     request_id: str
@@ -95,6 +97,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     selections: list[TokenSelections | None] | None = None
+    prefilled: int | None = None
 
 
 @dataclass
@@ -105,7 +108,7 @@ class TextOutput:
         text: the new text (may be empty while a character or a stop string is incomplete).
         stop_string: the request's stop string that ended the text, on the last output, if one did.
         token_ids, logprobs, finish_reason, error, prompt_tokens, completion_tokens, cached_tokens, times,
-            prompt_logprobs, selections: as in ``TokenOutput``.
+            prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
     """
 
     request_id: str
@@ -121,3 +124,9 @@ class TextOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_string: str | None = None
     selections: list[TokenSelections | None] | None = None
+    prefilled: int | None = None
+
+    @property
+    def is_progress(self) -> bool:
+        """Whether it says only how far the prompt has come."""
+        return self.prefilled is not None and not self.token_ids and self.finish_reason is None

@@ -39,6 +39,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         return_selections: whether to report what each token attended to (``CompletionOutput.selections``). On a GPU,
             steps of a batch with such a request are not CUDA graphs, which takes longer.
+        return_progress: whether to report, while the prompt is computed, how much of it is
+            (``TextOutput.prefilled``).
         cache_prompt: whether its prefixes are looked up in the prefix cache, and it is kept there.
         cache_salt: prompts with other salts share nothing with this one.
 
@@ -68,6 +70,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_selections: bool = False
+    return_progress: bool = False
     cache_prompt: bool = True
     cache_salt: str | None = None
 

@@ -131,3 +131,16 @@ def test_so_are_tokens_that_are_no_text(tokenizer, drawn):
         assert read(tokenizer, params, outputs, draw.sample(range(40), 7)) == one_by_one
         if not stop:
             assert one_by_one[0] == whole
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_how_far_a_prompt_has_come_is_no_part_of_the_text(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    params = SamplingParams(stop=stop)
+    outputs = outputs_of(tokenizer.encode(TEXT, add_special_tokens=False))
+    outputs[0].prefilled = 7
+    reading = [TokenOutput("x", [], None, 7, 0, 2, RequestTimes(1.0, 2.0), prefilled=count) for count in (2, 5)]
+    first = AnswerText(tokenizer, params).read(reading)
+    assert (first.text, first.prefilled, first.is_progress) == ("", 5, True)
+    told = AnswerText(tokenizer, params).read([*reading, *outputs])
+    plain = AnswerText(tokenizer, params).read(outputs)
+    assert told == plain and told.prefilled == 7 and told.prompt_logprobs and not told.is_progress

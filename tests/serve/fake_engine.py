@@ -204,6 +204,11 @@ class FakeEngine:
             if params.max_tokens == 0:
                 count = len(prompt_token_ids)
                 yield TextOutput(request_id, "", [], None, "length", None, count, 0, 0, times, scores)
+            if params.return_progress:
+                length, reading = len(prompt_token_ids), RequestTimes(times.arrival, times.scheduled)
+                for prefilled in (2, length // 2):
+                    await asyncio.sleep(0)
+                    yield TextOutput(request_id, "", [], None, None, None, length, 0, 2, reading, prefilled=prefilled)
             reply = self.reply[: params.max_tokens]
             for count, character in enumerate(reply, 1):
                 await asyncio.sleep(0)
@@ -229,6 +234,7 @@ class FakeEngine:
                     prompt_logprobs=scores if count == 1 else None,
                     stop_string=self.stop_string if finish == "stop" else None,
                     selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
+                    prefilled=len(prompt_token_ids) if params.return_progress and count == 1 else None,
                 )
                 if failed:
                     return

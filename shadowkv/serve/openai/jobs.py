@@ -43,6 +43,8 @@ class Piece:
     thought: str = ""
     stop_string: str | None = None
     selections: Sequence[TokenSelections | None] | None = None
+    prompt_progress: dict[str, int] | None = None
+    """How far the prompt has come; such a piece has nothing else."""
 
 
 @dataclass
@@ -86,10 +88,13 @@ class Job:
             outputs = await stack.enter_async_context(aclosing(self.engine.generate(self.choices, timeout)))
             try:
                 async for index, output in outputs:
-                    if see:
+                    if see and not output.is_progress:
                         see[index](output)
                     if output.error is not None:
                         raise ApiError(output.error, status=500, code="generation_failed")
+                    if output.is_progress:
+                        yield index, output
+                        continue
                     first = index not in self.last_outputs
                     self.last_outputs[index] = output
                     yield index, self._with_prompt(index, output) if first else output
@@ -111,6 +116,10 @@ class Job:
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
+                if output.prefilled is not None:
+                    yield Piece(index, first=False, prompt_progress=prompt_progress(output, output.prefilled))
+                if output.is_progress:
+                    continue
                 logprobs = (output.logprobs or []) if wants_logprobs else None
                 piece = self._read(index, output.text, output.finish_reason)
                 reasoning = self.reasoning[index]
@@ -171,6 +180,15 @@ class Job:
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
+    """As llama.cpp tells it: ``processed`` tokens of ``total``, of which ``cache`` were found in the cache, and
+    ``time_ms`` since work on the prompt began."""
+    times = output.times
+    seconds = (times.first_token or time.monotonic()) - (times.scheduled or times.arrival)
+    counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": processed}
+    return {**counts, "time_ms": round(1000 * max(0.0, seconds))}
 
 
 class RemotePrefill:

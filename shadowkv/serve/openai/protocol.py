@@ -175,6 +175,7 @@ class GenerationRequest(Sampling):
     response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
+    return_progress: bool = SamplingParams.return_progress
     kv_transfer_params: KVTransferParams | None = None
 
     @model_validator(mode="after")
@@ -251,6 +252,7 @@ class GenerationRequest(Sampling):
             "json_schema": self.output_schema,
             "json_one_line": self.calls_are_forced,
             "skip_special_tokens": not self.parses_calls,
+            "return_progress": self.return_progress and self.stream,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
         }

@@ -42,8 +42,8 @@ export async function call(path, options = {}) {
   throw new Refused(message, response.status);
 }
 
-export async function get(path) {
-  return (await call(path)).json();
+export async function get(path, signal) {
+  return (await call(path, { signal })).json();
 }
 
 export function post(path, body, signal) {
