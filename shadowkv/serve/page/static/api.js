@@ -29,7 +29,8 @@ export async function call(path, options = {}) {
   if (key) headers.set("Authorization", `Bearer ${key}`);
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    // Relative to the page, which a proxy may serve below a path of its own (--root-path).
+    response = await fetch(`.${path}`, { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (isStop(error)) throw error;
     throw new Gone("The server cannot be reached.");
