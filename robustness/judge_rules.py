@@ -81,7 +81,7 @@ def harmless(name: str, value: Any) -> bool:
 # Deliberately not those of shadowkv/serve/bodies/parameters.py: a list that is wrong there must differ from this one.
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation")
+    + ("prediction", "include_obfuscation", "verbosity")
 )
 WITH_EFFECT = frozenset(
     ("grammar", "structured_outputs", "guided_json", "bad_words", "audio", "web_search_options", "mcp_servers")
@@ -109,7 +109,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "truncation": ("disabled",),
-    "verbosity": ("medium",),
     "tool_calls": ([],),
     "annotations": ([],),
 }

@@ -7,6 +7,7 @@ import gc
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -29,6 +30,7 @@ from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_r
 from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
+from shadowkv.serve.storage.store import Store
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ def build_app(
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
+    store = Store(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
     documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
     engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
@@ -71,15 +74,16 @@ def build_app(
             await asyncio.to_thread(tracing.close)
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
-    app.state.bodies, app.state.documents = bodies, documents
+    app.state.bodies, app.state.documents, app.state.store = bodies, documents, store
     add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
-    for routes in (choice_routes, responses_routes, messages_routes):
+    for routes in (choice_routes, messages_routes):
         app.include_router(routes(engine, settings, respond))
+    app.include_router(responses_routes(engine.tokenizer, settings, respond, store))
     app.include_router(page_assets())
     app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())

@@ -11,7 +11,7 @@ from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_UNKNOWN
 
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation", "provider_specific_fields")
+    + ("prediction", "include_obfuscation", "provider_specific_fields", "verbosity")
 )
 """Parameters that do not change the answer, and are not logged; the last one is added by LiteLLM to messages that it
 sends back."""
@@ -57,7 +57,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "truncation": ("disabled",),
-    "verbosity": ("medium",),
     "tool_calls": ([],),
     "annotations": ([],),
 }

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
+from shadowkv.serve.http.owners import set_owner
 from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.tracing import Tracing
@@ -158,6 +159,7 @@ class Guard:
             text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        set_owner(scope, self._keys[key])
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
         if not self._counts.begin(key, self._limit_per_key):

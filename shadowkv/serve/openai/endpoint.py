@@ -159,7 +159,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
-            compiling = engine.compile_grammar(request.output_schema, request.calls_are_forced)
+            compiling = engine.compile_grammar(request.output_schema, request.on_one_line)
             await asyncio.wait_for(compiling, None if deadline is None else deadline - time.monotonic())
         except asyncio.TimeoutError:
             raise DeadlineExceeded(TOO_LONG) from None

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, RequestOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
@@ -88,6 +88,8 @@ class Job:
                 async for index, output in outputs:
                     if see:
                         see[index](output)
+                    if output.error == NOTHING_FOLLOWS:  # as the client's rules have it
+                        raise ApiError(output.error, param="response_format", code="nothing_follows")
                     if output.error is not None:
                         raise ApiError(output.error, status=500, code="generation_failed")
                     first = index not in self.last_outputs
