@@ -84,6 +84,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    max_num_seqs = 4
     kv = "fake"
     role = "both"
 

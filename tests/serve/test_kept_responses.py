@@ -132,9 +132,10 @@ def test_the_oldest_make_room_and_files_do_not(tmp_path):
             with pytest.raises(ApiError, match="no response 'r1'"):
                 store.get("a", "response", id)
     store.put("b", "response", "r0", {})  # another's are not touched
-    store.put("a", "batch", "b0", {"text": "y" * 30_000})
+    store.put("a", "batch", "old", {})  # one that has ended makes room, too
+    store.put("a", "batch", "b0", {"text": "y" * 30_000}, is_open=True)
     with pytest.raises(ApiError, match="--storage-mib"):
-        store.put("a", "batch", "b1", {"text": "y" * 30_000})
+        store.put("a", "batch", "b1", {"text": "y" * 30_000}, is_open=True)
     assert store.get("a", "batch", "b0") and store.get("b", "response", "r0")
 
 

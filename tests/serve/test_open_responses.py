@@ -1,5 +1,5 @@
 """Open Responses' compliance cases (openresponses.org, specification of 2026-04-24): those over HTTP, written anew.
-Each response and event is checked against ``open_responses.py``. Images are refused: that case fails, in a known way."""
+Each response and event is checked against ``open_responses.py``. Images are refused: that case fails."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,15 +36,16 @@ MIN_BYTES = 4096
 BUSY_SECONDS = 30.0
 """How long a process may wait for another one's transaction; each takes milliseconds."""
 
-ID = re.compile(r"[A-Za-z0-9._:=+/@-]{1,160}")
-"""Ids of records: those of responses may have a client's request id in them."""
-
 TABLES = (
     "CREATE TABLE IF NOT EXISTS records (owner TEXT, kind TEXT, id TEXT, created REAL, used REAL, bytes INTEGER, "
-    "value BLOB, PRIMARY KEY (owner, kind, id))",
+    "open INTEGER, value BLOB, PRIMARY KEY (owner, kind, id))",
     "CREATE INDEX IF NOT EXISTS by_age ON records (owner, kind, created, id)",
     "CREATE INDEX IF NOT EXISTS by_use ON records (owner, kind, used, bytes)",
+    "CREATE INDEX IF NOT EXISTS by_state ON records (open, created)",
 )
+
+
+OF_KEY = "FROM records WHERE owner = ? AND kind = ? AND id = ?"
 
 
 @dataclass(frozen=True)
@@ -133,56 +134,70 @@ class Store:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def put(self, owner: str, kind: Kind, id: str, value: Any, content: int = 0) -> None:
-        """Keeps a record, instead of one of that id.
+    def put(self, owner: str, kind: Kind, id: str, value: Any, content: int = 0, is_open: bool = False) -> Record:
+        """Keeps a record, instead of one of that id, and returns it.
 
         Args:
             value: written as JSON.
             content: bytes of a file beside it.
+            is_open: whether it is work that is still to be done.
 
         Raises ApiError where the owner's limit leaves no room.
         """
-        raw = msgspec.json.encode(value)
+        raw, key = msgspec.json.encode(value), (owner, kind, id)
         now, size = time.time(), max(MIN_BYTES, len(raw) + content)
         with self._transaction() as database:
-            key = (owner, kind, id)
-            row = database.execute(
-                "SELECT created FROM records WHERE owner = ? AND kind = ? AND id = ?", key
-            ).fetchone()
-            database.execute("DELETE FROM records WHERE owner = ? AND kind = ? AND id = ?", key)
+            row = database.execute(f"SELECT created {OF_KEY}", key).fetchone()
+            database.execute(f"DELETE {OF_KEY}", key)
             self._make_room(database, owner, size)
             created = now if row is None else row[0]
-            database.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?)", (*key, created, now, size, raw))
+            row = (*key, created, now, size, int(is_open), raw)
+            database.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        return Record(owner, kind, id, created, value)
+
+    def change(self, record: Record, change: Callable[[Any], bool], content: int | None = None) -> Record:
+        """The record after ``change`` has been made to its value, by nobody else meanwhile; it returns whether it is
+        still to be worked at. ``content``, if given, is that of ``put``.
+
+        Raises ApiError if the record is gone, or the owner's limit leaves no room.
+        """
+        key = (record.owner, record.kind, record.id)
+        with self._transaction() as database:
+            row = database.execute(f"SELECT value, bytes {OF_KEY}", key).fetchone()
+            if row is None:
+                raise _not_found(record.kind, record.id)
+            value = msgspec.json.decode(row[0])
+            is_open = int(change(value))
+            raw, size = msgspec.json.encode(value), row[1]
+            if content is not None:
+                size = max(MIN_BYTES, len(raw) + content)
+                self._make_room(database, record.owner, size - row[1])
+            changed = (raw, is_open, size, *key)
+            database.execute(
+                "UPDATE records SET value = ?, open = ?, bytes = ? WHERE owner = ? AND kind = ? AND id = ?", changed
+            )
+        return replace(record, value=value)
 
     def _make_room(self, database: sqlite3.Connection, owner: str, size: int) -> None:
         (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
-        oldest = database.execute(
-            "SELECT id, bytes FROM records WHERE owner = ? AND kind = 'response' ORDER BY used", (owner,)
-        ).fetchall()
-        for id, taken in oldest:
-            if used + size <= self.limit:
-                break
-            database.execute("DELETE FROM records WHERE owner = ? AND kind = 'response' AND id = ?", (owner, id))
-            used -= taken
-        if used + size > self.limit:
-            text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key (--storage-mib)"
-            raise ApiError(f"{text}; delete files or batches", code="storage_full")
+        of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open ORDER BY used LIMIT 1"
+        while used + size > self.limit:
+            oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner,)).fetchone()
+            if oldest is None:
+                text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key"
+                raise ApiError(f"{text} (--storage-mib); delete files or batches", code="storage_full")
+            database.execute(f"DELETE {OF_KEY}", (owner, *oldest[:2]))
+            used -= oldest[2]
 
     def get(self, owner: str, kind: Kind, id: str) -> Record:
         """The record of that id; raises ApiError if the owner has none."""
+        key = (owner, kind, id)
         with self._transaction() as database:
-            row = database.execute(
-                "SELECT created, value FROM records WHERE owner = ? AND kind = ? AND id = ?", (owner, kind, id)
-            ).fetchone()
+            row = database.execute(f"SELECT created, value {OF_KEY}", key).fetchone()
             if row is None:
-                what = kind.replace("_", " ")
-                text = (
-                    f"there is no {what} {id[:80]!r} of this API key; it may have been deleted, or made room for others"
-                )
-                raise ApiError(text, status=404, code=f"{kind}_not_found")
-            database.execute(
-                "UPDATE records SET used = ? WHERE owner = ? AND kind = ? AND id = ?", (time.time(), owner, kind, id)
-            )
+                raise _not_found(kind, id)
+            used = (time.time(), *key)
+            database.execute("UPDATE records SET used = ? WHERE owner = ? AND kind = ? AND id = ?", used)
         return Record(owner, kind, id, row[0], msgspec.json.decode(row[1]))
 
     def page(self, owner: str, kind: Kind, limit: int, after: str | None, newest_first: bool = True) -> list[Record]:
@@ -199,26 +214,36 @@ class Store:
         return [Record(owner, kind, id, created, msgspec.json.decode(value)) for id, created, value in rows]
 
     def remove(self, owner: str, kind: Kind, id: str) -> None:
-        """Removes a record and its content; raises ApiError if the owner has none of that id."""
-        self.get(owner, kind, id)
+        """Removes a record and what belongs to it; raises ApiError if the owner has none of that id."""
         with self._transaction() as database:
-            database.execute("DELETE FROM records WHERE owner = ? AND kind = ? AND id = ?", (owner, kind, id))
+            if not database.execute(f"DELETE {OF_KEY}", (owner, kind, id)).rowcount:
+                raise _not_found(kind, id)
         if kind == "file":
             self.file(owner, id).unlink(missing_ok=True)
+        elif kind != "response":
+            shutil.rmtree(self.work_folder(id), ignore_errors=True)
 
-    def unfinished(self) -> list[Record]:
-        """All owners' batches that are to be answered, the first to come first."""
-        if self._folder is None:  # nobody has sent any
+    def open_records(self) -> list[Record]:
+        """What is still to be worked at, of all owners, the first to come first."""
+        if self._folder is None:  # nobody has sent anything
             return []
-        query = "SELECT owner, kind, id, created, value FROM records WHERE kind IN ('batch', 'message_batch')"
+        query = "SELECT owner, kind, id, created, value FROM records WHERE open = 1 ORDER BY created"
         with self._transaction() as database:
-            rows = database.execute(f"{query} ORDER BY created").fetchall()
-        records = [
-            Record(owner, kind, id, created, msgspec.json.decode(value)) for owner, kind, id, created, value in rows
-        ]
-        return [record for record in records if record.value["ended_at"] is None]
+            rows = database.execute(query).fetchall()
+        decode = msgspec.json.decode
+        return [Record(owner, kind, id, created, decode(raw)) for owner, kind, id, created, raw in rows]
+
+    def work_folder(self, batch: str) -> Path:
+        """Where a batch is worked at, and what Anthropic's batches consist of."""
+        return self._root / "batches" / batch
 
     # -- files -----------------------------------------------------------------------------------------------------
+
+    def new_file(self) -> Path:
+        """Where a file may be written that is then added."""
+        folder = self._root / "files"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / f"new-{secrets.token_hex(16)}"
 
     def add_file(self, owner: str, source: Path, name: str, purpose: str) -> Record:
         """Keeps a file, which is moved here; raises ApiError where the owner's limit leaves no room."""
@@ -233,6 +258,11 @@ class Store:
             self.remove(owner, "file", id)
             raise _failed(error) from error
         return self.get(owner, "file", id)
+
+
+def _not_found(kind: Kind, id: str) -> ApiError:
+    text = f"there is no {kind.replace('_', ' ')} {id[:80]!r} of this API key"
+    return ApiError(f"{text}; it may have been deleted, or made room for others", status=404, code=f"{kind}_not_found")
 
 
 def _failed(error: Exception) -> ApiError:
