@@ -438,7 +438,13 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
         "/v1/messages/count_tokens": fields(
-            {**named, **prompt_rules(), **{name: anything for name in shared if name not in named}}, "messages"
+            {
+                **named,
+                **prompt_rules(),
+                "output_config": lambda value: isinstance(value, dict),  # a schema is not followed
+                **{name: anything for name in shared if name not in named},
+            },
+            "messages",
         ),
         "/v1/messages/batches": fields({"requests": message_requests}, "requests"),
         "/v1/batches": fields(
