@@ -8,7 +8,7 @@ import pytest
 from test_serve_errors import error_of
 from test_serve_tools import WEATHER
 
-from shadowkv.engine.structured.grammar_text import choice_text
+from shadowkv.engine.structured.grammar_text import choice_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
@@ -16,7 +16,7 @@ FOLLOWED = [
     ({"json": SCHEMA}, json.dumps(SCHEMA)),
     ({"json": json.dumps(SCHEMA)}, json.dumps(SCHEMA)),
     ({"regex": "[a-c]+"}, "regex:[a-c]+"),
-    ({"choice": ["yes", 'n"o\n']}, 'grammar:root ::= "yes" | "n\\"o\\n"'),
+    ({"choice": ["yes", 'n"o\n']}, 'choice:["yes", "n\\"o\\n"]'),
     ({"grammar": 'root ::= "a"'}, 'grammar:root ::= "a"'),
     ({"json_object": True}, '{"type": "object"}'),
     ({"structural_tag": TAG}, f"structural_tag:{json.dumps(TAG)}"),
@@ -67,4 +67,4 @@ def test_refusals_name_the_field(post, body, param):
 
 
 def test_a_choice_may_have_any_characters():
-    assert choice_text(["é\t\\", "💥"]) == 'grammar:root ::= "é\\t\\\\" | "💥"'
+    assert choice_grammar(json.dumps(["é\t\\", "💥"])) == 'root ::= "é\\t\\\\" | "💥"'

@@ -10,20 +10,25 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-GrammarKind = Literal["regex", "grammar", "structural_tag"]
+GrammarKind = Literal["regex", "grammar", "structural_tag", "choice"]
 
-KIND = re.compile(r"(regex|grammar|structural_tag):")
+KIND = re.compile(r"(regex|grammar|structural_tag|choice):")
 
 
 def grammar_text(kind: GrammarKind, rules: str) -> str:
     """Rules as ``SamplingParams.grammar`` has them: a regular expression, a grammar in GBNF (a kind of EBNF, whose root
-    is the rule ``root``), or a structural tag of XGrammar as JSON text."""
+    is the rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of the texts to choose from."""
     return f"{kind}:{rules}"
 
 
 def choice_text(choices: Sequence[str]) -> str:
-    """The grammar of one of some texts."""
-    return grammar_text("grammar", f"root ::= {' | '.join(map(_literal, choices))}")
+    """The rules of one of some texts."""
+    return grammar_text("choice", json.dumps(choices, ensure_ascii=False))
+
+
+def choice_grammar(rules: str) -> str:
+    """The grammar, in GBNF, of a JSON list of texts to choose from."""
+    return f"root ::= {' | '.join(map(_literal, json.loads(rules)))}"
 
 
 def grammar_kind(text: str) -> tuple[str, str] | None:

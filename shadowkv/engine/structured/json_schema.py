@@ -83,11 +83,11 @@ def refusal(reason: str, rules: str = "{}") -> RequestError:
 
 def check_schema(schema: str) -> SchemaCost:
     """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy; of other rules
-    (``grammar_text``) nothing but their length is known."""
-    if grammar_kind(schema) is not None:
+    (``grammar_text``) but texts to choose from nothing but their length is known."""
+    if (other := grammar_kind(schema)) is not None:
         if len(schema) > MAX_SCHEMA_CHARS:
             raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
-        return SchemaCost(len(schema), 0, anything=False, bounded=False)
+        return SchemaCost(len(schema), 0, anything=False, bounded=other[0] == "choice")
     try:
         return _check(schema)
     except (ValueError, RecursionError) as error:

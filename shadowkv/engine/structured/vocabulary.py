@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shadowkv.engine.structured.grammar_text import grammar_kind
+from shadowkv.engine.structured.grammar_text import choice_grammar, grammar_kind
 from shadowkv.engine.structured.json_schema import check_schema
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str, one_line: bo
             kind, rules = other
             if kind == "regex":
                 return compiler.compile_regex(rules)
-            return compiler.compile_grammar(rules) if kind == "grammar" else compiler.compile_structural_tag(rules)
+            if kind == "structural_tag":
+                return compiler.compile_structural_tag(rules)
+            return compiler.compile_grammar(choice_grammar(rules) if kind == "choice" else rules)
         if check_schema(schema).anything:
             return compiler.compile_builtin_json_grammar()
         return compiler.compile_json_schema(schema, any_whitespace=not one_line)
