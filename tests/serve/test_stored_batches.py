@@ -149,6 +149,18 @@ def test_every_endpoint(client, endpoint, body):
     assert records(client, done.error_file_id)["b"]["error"]["code"] == "invalid_url"
 
 
+def test_a_line_has_no_documents_and_continues_nothing(client):
+    part = {"type": "file", "file": {"file_data": "SGk="}}
+    begun = begin(client, jsonl(line("a", messages=[{"role": "user", "content": [part]}])))
+    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    error = records(client, done.error_file_id)["a"]["response"]["body"]["error"]
+    assert "documents are not read here" in error["message"]
+    asked = {**line("a", url="/v1/responses"), "body": {"input": "Hi", "previous_response_id": "x"}}
+    begun = begin(client, jsonl(asked), "/v1/responses")
+    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    assert "continues no responses" in records(client, done.error_file_id)["a"]["response"]["body"]["error"]["message"]
+
+
 def test_what_is_no_batch(client):
     with pytest.raises(openai.NotFoundError, match="no file"):
         client.batches.create(input_file_id="file-x", endpoint="/v1/responses", completion_window="24h")
