@@ -71,6 +71,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with batches.running() if app.state.counts.is_first else nullcontext():
             yield
+        await asyncio.to_thread(store.close)
         await asyncio.to_thread(bodies.close)
         await asyncio.to_thread(documents.close)
         for served in engines.values():

@@ -42,6 +42,7 @@ def send(engine):
     send = client_of(engine)
     yield send
     send.app.state.bodies.close()
+    send.app.state.store.close()
 
 
 def ask(send, text="Hi", key=None, **body):
@@ -88,6 +89,7 @@ def test_what_is_not_to_be_kept_is_not(send, engine):
     assert ask(off).json()["store"] is False
     assert error_of(ask(off, previous_response_id="resp-1"), 400)["code"] == "not_kept"
     off.app.state.bodies.close()
+    off.app.state.store.close()
 
 
 def test_each_key_has_its_own(engine):
@@ -99,6 +101,7 @@ def test_each_key_has_its_own(engine):
     assert ask(send, key="b", previous_response_id=id).status_code == 404
     assert send("GET", f"{URL}/{id}").status_code == 401
     send.app.state.bodies.close()
+    send.app.state.store.close()
 
 
 def test_a_request_id_of_another_key_replaces_nothing(engine):
@@ -108,6 +111,7 @@ def test_a_request_id_of_another_key_replaces_nothing(engine):
         assert send("POST", URL, json={"input": text}, headers=headers).json()["id"] == "resp-same"
     assert send("GET", f"{URL}/resp-same/input_items", "a").json()["data"][0]["content"] == "Rome?"
     send.app.state.bodies.close()
+    send.app.state.store.close()
 
 
 def test_a_conversation_that_is_too_long_is_refused(engine):
@@ -116,6 +120,7 @@ def test_a_conversation_that_is_too_long_is_refused(engine):
     error = error_of(ask(send, "y" * 1500, previous_response_id=first), 400)
     assert "2097 bytes" in error["message"] and error["code"] == "context_length_exceeded"
     send.app.state.bodies.close()
+    send.app.state.store.close()
 
 
 def test_the_oldest_make_room_and_files_do_not(tmp_path):
@@ -144,6 +149,7 @@ def test_an_answer_without_room_says_that_it_is_not_kept(engine):
     response = ask(send).json()
     assert response["status"] == "completed" and response["store"] is False
     send.app.state.bodies.close()
+    send.app.state.store.close()
 
 
 def test_a_folder_outlives_its_server(engine, tmp_path):
@@ -154,3 +160,15 @@ def test_a_folder_outlives_its_server(engine, tmp_path):
     assert "Rome" not in json.dumps(sorted(path.name for path in tmp_path.rglob("*")))
     for send in (first, second):
         send.app.state.bodies.close()
+        send.app.state.store.close()
+
+
+def test_a_folder_of_its_own_goes_with_the_server(engine):
+    send = client_of(engine)
+    response = ask(send).json()
+    folder = send.app.state.store.lock.parent
+    assert list(folder.iterdir()) and send("GET", f"{URL}/{response['id']}").status_code == 200
+    assert oct(folder.stat().st_mode)[-3:] == "700"
+    send.app.state.store.close()
+    send.app.state.bodies.close()
+    assert not folder.exists()

@@ -94,6 +94,7 @@ def openapi():
     app = build_app(FakeEngine(), "fake")
     yield app.openapi()
     app.state.bodies.close()
+    app.state.store.close()
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def test_errors_are_as_documented(status, method, url, body, engine, paths):
 
     answer = asyncio.run(ask())
     app.state.bodies.close()
+    app.state.store.close()
     assert answer.status_code == status
     error = MessagesError if url.startswith("/v1/messages") else Error
     error.model_validate(answer.json(), strict=True)
@@ -168,6 +170,7 @@ def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
 
     answer = asyncio.run(ask())
     app.state.bodies.close()
+    app.state.store.close()
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.headers["x-request-id"]
     Error.model_validate(answer.json(), strict=True)

@@ -71,8 +71,13 @@ class Store:
 
     def __init__(self, folder: Path | None, limit: int) -> None:
         self.limit, self._folder, self._first = limit, folder, threading.Lock()
+        self._remove: Callable[[], object] = lambda: None
         if folder is not None and limit:
             self._make(folder)
+
+    def close(self) -> None:
+        """Removes the folder, if it is this process's own."""
+        self._remove()
 
     def _make(self, folder: Path) -> None:
         try:
@@ -100,7 +105,7 @@ class Store:
         with self._first:
             if self._folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="shadowkv-kept-"))
-                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
                 self._make(folder)
                 self._folder = folder
         return self._folder
