@@ -31,7 +31,7 @@ ERROR = {"message": "no", "type": "invalid_request_error", "param": None, "code"
 
 
 def test_nothing_breaks():
-    found = fuzz.fuzz(fuzz.parse(["--bodies", "500"]))
+    found = fuzz.fuzz(fuzz.parse(["--bodies", "1200"]))
     assert found["ok"], found
     assert all(counts.get(200) and counts.get(400) for counts in found["statuses"].values())
 
