@@ -172,3 +172,11 @@ def test_a_folder_of_its_own_goes_with_the_server(engine):
     send.app.state.store.close()
     send.app.state.bodies.close()
     assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--storage-dir .* is no usable folder"):
+        ServerSettings(storage_dir=str(tmp_path / "file")).check_surroundings()
+    with pytest.raises(ValueError, match="storage_dir has no meaning"):
+        ServerSettings(storage_dir=str(tmp_path), storage_mib=0)

@@ -116,13 +116,18 @@ class ServerSettings:
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
 
     def check_surroundings(self) -> None:
-        """Raises ValueError where TLS files, or the library for traces, are requested and cannot be used."""
+        """Raises ValueError where TLS files, the library for traces or a folder are requested and cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
             except ImportError as error:
                 reason = f"--otlp-traces-endpoint needs OpenTelemetry: {adding('otel')}"
                 raise ValueError(reason) from error
+        if self.storage_dir is not None:
+            try:
+                Path(self.storage_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--storage-dir {self.storage_dir} is no usable folder: {error.strerror}") from error
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
             if file is not None and not Path(file).is_file():
