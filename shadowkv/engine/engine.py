@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.outputs import TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.request import Request, RequestError
@@ -419,7 +419,7 @@ class Engine:
         request.output_token_ids.append(token)
         constraint, reason = request.constraint, None
         if constraint is not None and not constraint.accept(token):
-            return self._fail(running, "the JSON schema has come to where nothing can follow; make it less strict")
+            return self._fail(running, NOTHING_FOLLOWS)
         ends = token in request.stop_ids
         if ends or (constraint is not None and constraint.complete):
             reason = "stop"

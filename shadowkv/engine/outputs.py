@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+NOTHING_FOLLOWS = "the JSON schema or grammar has come to where nothing can follow; make it less strict"
+"""The error of a request whose rules end nowhere: its own, unlike all others."""
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""

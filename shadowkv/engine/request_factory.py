@@ -65,8 +65,8 @@ class RequestFactory:
             seed = self._random.getrandbits(64) if params.temperature > COLDEST else 0
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
-        if params.json_schema is not None:
-            constraint = self.grammars.constraint(params.json_schema, params.json_one_line)
+        if params.rules is not None:
+            constraint = self.grammars.constraint(params.rules, params.json_one_line)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self._config.enable_prefix_caching and params.cache_prompt:
             prompt = self._prompt(prompt_token_ids, params.cache_salt)

@@ -33,6 +33,7 @@ class SamplingParams:
             those that sample attention's tokens; None is a random one, or 0 where decoding is greedy.
             ``docs/design/server.md`` says what is repeatable.
         json_schema: JSON schema (as JSON text) that the output must follow; ``{}`` is any JSON.
+        grammar: other rules that the output must follow, as ``grammar_text`` writes them.
         json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
         skip_special_tokens: leave special tokens out of the text.
         logprobs: alternatives to report per token, 0 is only the chosen one; None is off.
@@ -65,6 +66,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     json_schema: str | None = None
+    grammar: str | None = None
     json_one_line: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
@@ -100,6 +102,7 @@ class SamplingParams:
                 ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
                 ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
                 ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
+                ("grammar", self.grammar is None or self.json_schema is None, "left out with json_schema"),
                 ("stop", all(isinstance(text, str) and text for text in self.stop), "strings, none of them empty"),
                 ("cache_salt", self.cache_salt != "", "a string that is not empty"),
                 ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
@@ -119,8 +122,13 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
-            or self.json_schema is not None
+            or self.rules is not None
         )
+
+    @property
+    def rules(self) -> str | None:
+        """What the output must follow: a JSON schema or a grammar."""
+        return self.json_schema if self.grammar is None else self.grammar
 
 
 def choice_seed(seed: int, choice: int) -> int:

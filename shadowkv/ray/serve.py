@@ -157,6 +157,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         max_constructor_retry_count=1,
         request_router_config=PrefixRouter.config(max(1, config.max_num_seqs // MARGIN)),
     )
-    own = {name: getattr(ServerSettings, name) for name in SEEN_TO}
+    own: dict[str, Any] = {name: getattr(ServerSettings, name) for name in SEEN_TO}
+    own["storage_mib"] = 0.0  # the next request may be another replica's
     settings = replace(settings, **own, disable_uvicorn_access_log=True)
     return deployment.bind(config, args.compare, settings)

@@ -88,7 +88,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve
 
-        serve(process, name, listener, settings, workers)
+        serve(process, name, listener, workers)
     return 0
 
 

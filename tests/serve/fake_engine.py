@@ -65,6 +65,7 @@ class FakeTokenizer:
         parse_special: bool = False,
         add_special_tokens: bool = False,
         check: Callable[[str], None] = lambda text: None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         text = self.apply_chat_template(messages, add_generation_prompt, **variables)
@@ -83,6 +84,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    max_num_seqs = 4
     kv = "fake"
     role = "both"
 

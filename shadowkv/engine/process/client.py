@@ -138,6 +138,7 @@ class EngineClient:
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
+        self.max_num_seqs = config.max_num_seqs
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended, self._error = False, False, cast("str | None", None)
         self.name, self._numbers = secrets.token_hex(4), itertools.count()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from shadowkv.models.tokenization.chat_template import ChatTemplate
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
 """Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
+
+END_OF_CONTENT = f"End{secrets.token_hex(16)}"
+"""What no message has and a template keeps: written after the message that is to be continued."""
 
 LONG_TOKENS = 1_000
 """Decoding fewer takes less time than waiting for another thread's turn."""
@@ -167,6 +171,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         parse_special: bool = False,
         add_special_tokens: bool = False,
         check: Callable[[str], None] | None = None,
@@ -174,12 +179,21 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation's prompt, whose text ``check`` may refuse before it is encoded.
 
+        With ``continue_final_message`` the prompt ends where the content of the last message does, so that the model
+        goes on from there; ValueError where the template leaves that out.
+
         Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` is set; in
         ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{END_OF_CONTENT}"}]
         marked = None if parse_special else self.chat_encoder.marked(messages, tools)
         messages, tools = (messages, tools) if marked is None else marked
         text = self.apply_chat_template(messages, add_generation_prompt, tools=tools, **kwargs)
+        if continue_final_message:
+            text, found, _ = text.rpartition(END_OF_CONTENT)
+            if not found:
+                raise ValueError("the chat template leaves the last message out, so that it cannot be continued")
         if check is not None:
             check(text if marked is None else self.chat_encoder.without_marks(text))
         return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)

@@ -9,7 +9,7 @@ request, that they are unchanged; those that failed or have changed since are an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from shadowkv.command_line import one_line
 from shadowkv.log_format import escaped
 from shadowkv.serve.batch.files import BatchFiles, Sink
-from shadowkv.serve.batch.lines import BatchLines, LineRequest
+from shadowkv.serve.batch.lines import URLS, BatchLines, LineRequest
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.wording import counted
 
@@ -36,9 +36,19 @@ class BatchFailed(Exception):
 
 @dataclass
 class BatchRun:
-    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over."""
+    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over.
+
+    Attributes:
+        urls, line_limit: as for ``BatchLines``.
+        shows_progress: on a terminal or in a log.
+        total: lines that are not empty.
+    """
 
     files: BatchFiles
+    urls: Sequence[str] = URLS
+    line_limit: int | None = None
+    shows_progress: bool = True
+    total: int = 0
     done: int = 0
     skipped: int = 0
     failed: int = 0
@@ -47,18 +57,28 @@ class BatchRun:
     start: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
-        self.lines = BatchLines(self.files)
+        self.lines = BatchLines(self.files, self.urls, self.line_limit)
+
+    @property
+    def written(self) -> int:
+        """Bytes of the answers so far."""
+        path = self.files.partial if self.files.partial.exists() else self.files.target
+        return path.stat().st_size
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Within, records can be written; on exit all lines have one, and the output is in place."""
         with self.files.input.open("rb") as source:
-            total = sum(1 for line in source if line.strip())
+            self.total = sum(1 for line in source if line.strip())
         with (
             Sink(self.files.partial) as self._sink,
             # A log file gets a line now and then, a terminal a progress bar.
             tqdm(
-                total=total, unit="request", file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 10
+                total=self.total,
+                unit="request",
+                file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 10,
+                disable=not self.shows_progress,
             ) as self._bar,
         ):
             yield
@@ -78,7 +98,7 @@ class BatchRun:
                         self.write(request_or_record)
                     else:
                         self.skipped += 1
-                        self._bar.total -= 1  # so that the time left is that of the remaining ones
+                        self._bar.total = self.total - self.skipped  # the time left is that of the remaining ones
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -90,7 +110,8 @@ class BatchRun:
             self.failed += 1
             self._note_reason(record)
         else:
-            self.tokens += response["body"]["usage"]["completion_tokens"]
+            usage = response["body"]["usage"]
+            self.tokens += usage["completion_tokens" if "completion_tokens" in usage else "output_tokens"]
         self._bar.set_postfix_str(f"{self.tokens / (monotonic() - self.start):.1f} tokens/s", refresh=False)
         self._bar.update()
 

@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextvars import ContextVar
+from dataclasses import dataclass
 from json import JSONDecodeError
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -101,14 +104,39 @@ def _parts(value: Any) -> list[Any]:
 B = TypeVar("B", bound=Body)
 
 
-def read_body(raw: bytes, model: type[B]) -> B:
-    """The request in a body; raises ApiError."""
+@dataclass(frozen=True)
+class Attachments:
+    """Documents of a request may be read here, which can take a minute; ``folder`` has those that it names by id."""
+
+    folder: Path | None = None
+
+
+class HasDocuments(ApiError):
+    """A body has documents, and is to be read where these may be read."""
+
+
+_attachments: ContextVar[Attachments | None] = ContextVar("attachments", default=None)
+
+
+def attachments() -> Attachments:
+    """Where documents are; raises HasDocuments where they are not to be read."""
+    if (here := _attachments.get()) is None:
+        raise HasDocuments("documents are not read here; send their text")
+    return here
+
+
+def read_body(raw: bytes, model: type[B], documents: Attachments | None = None) -> B:
+    """The request in a body; raises ApiError, which is HasDocuments where it has some and ``documents`` is None."""
     _check_counts(raw)
     try:
         value = parse_json(raw)
     except JSONDecodeError as error:
         raise ApiError(f"the body is not valid JSON: {error.msg}") from error
-    return validated(value, model)
+    before = _attachments.set(documents)
+    try:
+        return validated(value, model)
+    finally:
+        _attachments.reset(before)
 
 
 def _check_counts(raw: bytes) -> None:

@@ -5,7 +5,6 @@ long."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import re
@@ -18,14 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
-from shadowkv.serve.http.request_record import (
-    CLIENT_GONE,
-    INTERNAL,
-    SERVER_STOPPING,
-    RequestRecord,
-    current_record,
-    set_current_record,
-)
+from shadowkv.serve.http.owners import PROMPT_OWNER, digest, set_owner, set_prompt_owner
+from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.tracing import Tracing
 from shadowkv.wording import counted
@@ -40,9 +33,6 @@ OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 
 STATS_PATH = "/page/stats"
 """The page requests it every second: it is not counted among its key's requests, and not logged."""
-
-DIGEST_DIGITS = 16
-"""Of what stands for a key in names that are kept."""
 
 MAX_DIGITS = 18
 """Of a body's length, as a number that can be compared."""
@@ -175,7 +165,7 @@ class Guard:
         )
         self._keys = [key.encode() for key in settings.api_key]
         self._keeps_keys_apart = settings.keeps_keys_apart
-        self._digests = [hashlib.sha256(b"shadowkv key" + key).hexdigest()[:DIGEST_DIGITS] for key in self._keys]
+        self._digests = [digest(key) for key in self._keys]
         self._limit_per_key, self._counts = settings.max_concurrent_requests_per_key, counts
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
@@ -188,6 +178,7 @@ class Guard:
             error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
             return await error_response(error, path)(scope, receive, send)
         if not self._keys or path in self._keyless_paths:
+            set_prompt_owner(scope.get(PROMPT_OWNER))
             return await self._unless_too_large(scope, receive, send)
         given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
         key = _matching_key(given, bare, self._keys)
@@ -196,9 +187,9 @@ class Guard:
             text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-        if (record := current_record()) is not None:
-            record.key = self._digests[key]
-            record.owner = record.key if self._keeps_keys_apart else None
+        set_owner(scope, self._digests[key])
+        if self._keeps_keys_apart:
+            set_prompt_owner(self._digests[key])
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
         if not self._counts.begin(key, self._limit_per_key):

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
 """Ids that clients may choose: they appear in answers, headers and the log."""
 
-OWNER = "shadowkv.owner"
-"""Entry of the scope of a request whose key another process has checked: the owner of its cached prompts."""
-
 CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
 """Why an answer was cut short, besides the codes of errors."""
 
@@ -56,8 +53,6 @@ class RequestRecord:
         cut: why the answer is not all that was requested, in a word, although its status may be 200; None where it is
             complete, even if it is an error.
         generation: what is generated for it, if anything.
-        key: digest of the API key that it came with; None where none is needed.
-        owner: digest of the key that its cached prompts and saves belong to; None where all share them.
     """
 
     id: str
@@ -66,15 +61,12 @@ class RequestRecord:
     status: int = 500
     cut: str | None = None
     generation: Generation | None = None
-    key: str | None = None
-    owner: str | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
         """The record of an ASGI request that has just arrived."""
         given = dict(scope["headers"]).get(b"x-request-id", b"")
-        id = given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        return cls(id, owner=scope.get(OWNER))
+        return cls(given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex)
 
     @property
     def duration(self) -> float:
@@ -104,19 +96,6 @@ _current: ContextVar[RequestRecord | None] = ContextVar("request_record", defaul
 def current_record() -> RequestRecord | None:
     """The record of the request that is being served; None outside of one, as in batch mode."""
     return _current.get()
-
-
-def key_of_current() -> str | None:
-    """Digest of the API key of the request that is being served; None outside of one, and where none is needed."""
-    record = current_record()
-    return None if record is None else record.key
-
-
-def owner_of_current() -> str | None:
-    """Whom cached prompts and saves of the request that is being served belong to; None outside of one, and where all
-    share them."""
-    record = current_record()
-    return None if record is None else record.owner
 
 
 def set_current_record(record: RequestRecord) -> None:

@@ -73,6 +73,8 @@ class ServerSettings:
     timeout_keep_alive: int = 5
     limit_concurrency: int = 2048
     h11_max_incomplete_event_size: int = 2**14
+    storage_mib: float = 256.0
+    storage_dir: str | None = None
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
@@ -81,7 +83,7 @@ class ServerSettings:
         bad = [
             f"{name}={getattr(self, name)} must not be negative"
             for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval", "client_header_timeout")
-            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key")
+            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key", "storage_mib")
             if not getattr(self, name) >= 0
         ]
         bad += [
@@ -94,6 +96,8 @@ class ServerSettings:
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
             bad.append("max_concurrent_requests_per_key has no meaning without api_key")
+        if self.storage_dir is not None and not self.storage_mib:
+            bad.append("storage_dir has no meaning with storage_mib=0")
         if self.allow_credentials and not self.allowed_origins:
             bad.append("allow_credentials has no meaning without allowed_origins")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
@@ -113,6 +117,11 @@ class ServerSettings:
             bad.append(f"reasoning_parser={self.reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
         if bad:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes that are kept for each API key."""
+        return int(self.storage_mib * 2**20)
 
     @property
     def max_body_bytes(self) -> int:
@@ -146,13 +155,18 @@ class ServerSettings:
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
 
     def check_surroundings(self) -> None:
-        """Raises ValueError where TLS files, or the library for traces, are requested and cannot be used."""
+        """Raises ValueError where TLS files, the library for traces or a folder are requested and cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
             except ImportError as error:
                 reason = f"--otlp-traces-endpoint needs OpenTelemetry: {adding('otel')}"
                 raise ValueError(reason) from error
+        if self.storage_dir is not None:
+            try:
+                Path(self.storage_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--storage-dir {self.storage_dir} is no usable folder: {error.strerror}") from error
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
             if file is not None and not Path(file).is_file():
@@ -222,6 +236,7 @@ class ServerSettings:
         group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
         for flag, metavar, text in (
             ("--max-body-mib", "MIB", "longest request body"),
+            ("--storage-mib", "MIB", "responses, files and batches kept for each API key, 0: none"),
             ("--request-timeout", "SECONDS", "a request that takes longer is aborted, 0: none"),
             ("--shutdown-timeout", "SECONDS", "after a signal to stop, time for running requests to end"),
             ("--keep-alive-interval", "SECONDS", "a silent stream gets a comment this often, 0: never"),
@@ -236,6 +251,8 @@ class ServerSettings:
             name = flag.removeprefix("--").replace("-", "_")
             default = getattr(cls, name)
             group.add_argument(flag, type=type(default), metavar=metavar, help=f"{text} (default: {default:g})")
+        text = "where those are, so that they outlive the server (default: a folder that goes with it)"
+        group.add_argument("--storage-dir", metavar="DIR", help=text)
         text = "how the model writes calls of tools (default: as its chat template tells)"
         group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
         text = "thoughts within <think> and </think> are told apart from the answer (default: part of it)"

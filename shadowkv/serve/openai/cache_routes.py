@@ -14,8 +14,8 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved, SaveError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.owners import prompt_owner
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.request_record import owner_of_current
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import RestoredPrompt, SavedPrompt
@@ -37,7 +37,7 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         endpoint: Endpoint = completions if body.messages is None else chat_completions
         params = SamplingParams(max_tokens=1, temperature=0.0, cache_salt=body.cache_salt)
 
-        owner = owner_of_current()
+        owner = prompt_owner()
 
         def encode() -> list[int]:
             return endpoint.prompts(body, engine.max_model_len)[0]
@@ -72,7 +72,7 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
 def _own(name: str) -> str:
     """What is kept on the disk for a name, which each owner may use for its own."""
-    owner = owner_of_current()
+    owner = prompt_owner()
     return name if owner is None else f"{owner}.{name}"
 
 

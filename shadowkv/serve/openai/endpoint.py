@@ -20,8 +20,9 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.owners import prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, reply
-from shadowkv.serve.http.request_record import current_record, owner_of_current
+from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
@@ -159,7 +160,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
-            compiling = engine.compile_grammar(request.output_schema, request.calls_are_forced)
+            compiling = engine.compile_grammar(request.output_schema, request.on_one_line)
             await asyncio.wait_for(compiling, None if deadline is None else deadline - time.monotonic())
         except asyncio.TimeoutError:
             raise DeadlineExceeded(TOO_LONG) from None
@@ -170,7 +171,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
             raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
 
     record = current_record()
-    owner = owner_of_current()
+    owner = prompt_owner()
     name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"
 
     def encode() -> Job:

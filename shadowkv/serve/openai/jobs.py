@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.outputs import TextOutput, TokenLogprobs
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, TextOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
@@ -90,6 +90,8 @@ class Job:
                 async for index, output in outputs:
                     if see and not output.is_progress:
                         see[index](output)
+                    if output.error == NOTHING_FOLLOWS:  # as the client's rules have it
+                        raise ApiError(output.error, param="response_format", code="nothing_follows")
                     if output.error is not None:
                         raise ApiError(output.error, status=500, code="generation_failed")
                     if output.is_progress:
