@@ -204,7 +204,7 @@ def test_every_other_error_has_it_too(engine):
         (401, "authentication_error", ask(wrong)),
         (401, "authentication_error", ask({})),
         (404, "not_found_error", ask(model="other")),
-        (404, "not_found_error", ask(url=f"{URL}/batches")),
+        (404, "not_found_error", ask(url=f"{URL}/nothing")),
         (405, "invalid_request_error", ask(method="PUT")),
         (413, "request_too_large", ask(system="x" * 2000)),
         (500, "api_error", ask(messages=[{"role": "user", "content": "BUG"}])),
