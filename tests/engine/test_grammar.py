@@ -264,9 +264,9 @@ def test_an_answer_follows_a_regular_expression(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=20, temperature=1.0, seed=1, grammar=grammar_text("regex", "(red|blue), [0-9]{3}")
     )
-    (answer,) = llm.generate(["Colour and number:"], params)
-    colour, _, number = answer.outputs[0].text.partition(", ")
-    assert answer.outputs[0].finish_reason == "stop" and colour in ("red", "blue") and len(number) == 3 and number.isdigit()
+    answer = llm.generate(["Colour and number:"], params)[0].outputs[0]
+    colour, _, number = answer.text.partition(", ")
+    assert answer.finish_reason == "stop" and colour in ("red", "blue") and len(number) == 3 and number.isdigit()
     with pytest.raises(ValueError, match="left out with json_schema"):
         SamplingParams(grammar="regex:a", json_schema="{}")
 
