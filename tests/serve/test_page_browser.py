@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
+from fastapi import FastAPI
 from http_server import http_server
 from page_browser import add, ask, chromium, look_at, page_of
 
@@ -284,6 +285,32 @@ def test_markdown_without_any_markup_of_the_models(page, url, engine):
     )
     assert style == ["rgb(138, 69, 16)", "rgb(255, 255, 255)"]
     look_at(page, "markdown", "light", "dark")
+
+
+@pytest.mark.parametrize("nested", ["> ", "- "])
+def test_an_answer_nested_too_deeply_is_shown_as_text(page, url, nested):
+    opened(page, url)
+    shown = "text => import('/page/markdown.js').then(({ rendered }) => rendered(text).textContent)"
+    text = nested * 20_000 + "deep"
+    assert page.evaluate(shown, text) == text
+    assert page.evaluate(shown, f"{nested * 3}deep").strip() == "deep"
+
+
+def test_numbered_lists_keep_their_numbers(page, url, engine):
+    engine.reply = "3. three\n4. four"
+    opened(page, url)
+    ask(page, "Hi")
+    expect(page.locator(".answer-text ol")).to_have_attribute("start", "3")
+
+
+def test_below_a_path_of_a_proxy(page, engine):
+    app, outside = build_app(engine, "fake"), FastAPI()
+    outside.state = app.state  # for the connections underneath
+    outside.mount("/llm", app)
+    with http_server(outside) as url:
+        opened(page, f"{url}/llm/")
+        ask(page, "Hi")
+        expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
 
 
 def test_what_is_read_of_a_prompt_is_shown(page):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ class Process:
 # Whatever the tests were started under.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 command.start_engine = lambda config, compare: Process()
-sys.exit(command.main(["--port", "0", "--shutdown-timeout", "60"]))
+sys.exit(command.main(["--port", "0", "--shutdown-timeout", "1" if "brief" in sys.argv else "60"]))
 """
 
 
@@ -97,6 +98,26 @@ def test_sighup_drains(terminal):
             assert "stopping: 60 s for " in errors  # one, or two with a look whether it is closed
             assert "a line" in errors and "\n2026-01-01 forged" not in errors
         assert process.wait(300) == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files", "/page/document"])
+def test_a_client_that_is_still_sending_is_told_of_the_end(path):
+    with (
+        server("brief") as (process, url),
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client,
+    ):
+        kind = {"/v1/completions": "application/json", "/v1/files": "multipart/form-data; boundary=x"}
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n"
+        client.sendall(f"{head}Content-Type: {kind.get(path, 'application/octet-stream')}\r\n\r\n--x".encode())
+        httpx.get(f"{url}/health", timeout=300)  # it has come by then
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        client.settimeout(120)
+        received = b"".join(iter(lambda: client.recv(2**16), b""))
+        assert received.startswith(b"HTTP/1.1 503") and b"the server is stopping" in received, received
+        assert process.wait(300) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 20
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_a_server_that_is_to_outlive_its_terminal_does():

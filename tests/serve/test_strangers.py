@@ -55,6 +55,14 @@ def test_this_machine_s_own_names_are_served(local: str) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def test_a_request_that_names_no_host_is_served(local: str) -> None:
+    """As HTTP/1.0 allows: probes of some load balancers, and no browser."""
+    host, port = local.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
 def test_which_servers_check_hosts() -> None:
     assert ServerSettings().listening_on("127.0.0.1").allowed_hosts == LOOPBACK
     assert ServerSettings().listening_on("0.0.0.0").allowed_hosts == ()

@@ -199,6 +199,11 @@ class Connection(H11Protocol):
 
         self._read_clock = self.loop.call_later(seconds, check)
 
+    def cut_short(self) -> None:
+        """Ends the connection of a client that is still sending a request: the server ends."""
+        if self._owes() in ("header", "body"):
+            self._cut("server_stopping", 503, "the server is stopping")
+
     # -- what the client reads -------------------------------------------------------------------------------------
 
     def _watch_writing(self) -> None:

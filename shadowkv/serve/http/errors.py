@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError, SchemaTimeout
@@ -35,6 +36,9 @@ SAVES = {
 
 RETRY_SECONDS = 2
 """Seconds after which a client is advised to retry, for a full queue or a key that has reached its request limit."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status, in the log, of a request whose client hung up before it was whole."""
 
 LINGER_SECONDS = 5.0
 """For how long the rest of a refused body is read."""
@@ -139,6 +143,10 @@ def handle_errors(app: FastAPI) -> None:
         if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
             response.headers["X-Request-Id"] = record.id
         return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # to nobody
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

@@ -76,7 +76,7 @@ class ConnectionMetrics:
         text = "Connections that the server ended, by the limit that they went beyond."
         labels = ["model_name", "reason"]
         self._cut = Counter("shadowkv:connections_cut", text, labels, registry=self.registry)
-        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
+        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency", "server_stopping"):
             self._cut.labels(model, reason)
         text = "Connections that are open."
         gauge = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum")

@@ -173,7 +173,8 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
-        if self._hosts and (host := _host(headers.get(b"host", b""))) not in self._hosts:
+        named = headers.get(b"host")  # no browser leaves it out
+        if self._hosts and named is not None and (host := _host(named)) not in self._hosts:
             hosts = ", ".join(sorted(self._hosts))
             error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
             return await error_response(error, path)(scope, receive, send)

@@ -93,6 +93,8 @@ class Server(uvicorn.Server):
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
         await asyncio.gather(*(stop() for stop in self._stops))
+        for connection in list(self.server_state.connections):
+            connection.cut_short()
         await super().shutdown(sockets)
 
 

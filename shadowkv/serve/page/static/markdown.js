@@ -1,7 +1,7 @@
 // Markdown of answers as elements, without any markup of the model's own, each word with the piece that it came in.
 
-import { Marked } from "/page/vendor/marked.esm.js";
-import "/page/vendor/purify.min.js"; // which makes itself known as DOMPurify
+import { Marked } from "./vendor/marked.esm.js";
+import "./vendor/purify.min.js"; // which makes itself known as DOMPurify
 
 const NEAR = 200; // characters of Markdown that may stand between two that are shown: an address, the rule of a table
 
@@ -24,6 +24,7 @@ const ALLOWED = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h4", "hr", "li", "ol", "p", "pre", "strong", "table",
     "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["href", "start"],
+  ADD_URI_SAFE_ATTR: ["start"],
   ALLOWED_URI_REGEXP: /^(https?|mailto):/i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
@@ -32,7 +33,13 @@ const ALLOWED = {
 
 /** A text's elements; links open beside the page, and what would scroll sideways can be reached with the keyboard. */
 export function rendered(text) {
-  const fragment = globalThis.DOMPurify.sanitize(marked.parse(text), ALLOWED);
+  let fragment;
+  try {
+    fragment = globalThis.DOMPurify.sanitize(marked.parse(text), ALLOWED);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    return plain(text); // nested thousands of levels deep, as a model writes that repeats itself
+  }
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";
@@ -49,6 +56,12 @@ export function rendered(text) {
     box.setAttribute("role", "region");
     box.setAttribute("aria-label", box.tagName === "PRE" ? "Code" : "Table");
   }
+  return fragment;
+}
+
+function plain(text) {
+  const fragment = document.createDocumentFragment();
+  fragment.append(Object.assign(document.createElement("p"), { className: "plain", textContent: text }));
   return fragment;
 }
 
