@@ -12,32 +12,32 @@ from tqdm import tqdm
 
 from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS, QUANTIZATIONS
+from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
-from shadowkv.models.checkpoints.files import naming
-from shadowkv.models.checkpoints.fp8 import FP8Weights
+from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
+from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
-from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.families.registry import family
-from shadowkv.models.filling import block_runs, check_shapes, fill, fill_dummy, quantised
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
-from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
-from shadowkv.ops.registry import choose
+from shadowkv.ops.quantised.rows import Form
 from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
-from shadowkv.wording import GIB, OutOfMemory, SettingsError
+from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
-Runnable = Callable[[ModelConfig], ModelConfig]
-"""Refuses a config that cannot run here; returns it as it will be run."""
+Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
+"""The config as it will be run, of the files' own and the forms of their quantised weights; refuses what cannot run."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,29 @@ def load_config(
     quantization: str | None = None,
 ) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
-    path = resolve(source, weights=False)
+    return load_plan(source, max_model_len, hf_overrides, quantization)[0]
+
+
+def load_plan(
+    source: str | Path,
+    max_model_len: int | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+) -> tuple[ModelConfig, dict[str, Form]]:
+    """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
+
+    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, and those of GGUF dequantised.
+    """
+    path, format = resolve(source, weights=False), None
     if path.suffix == ".gguf":
         config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
     else:
-        config, _ = config_from_directory(path, max_model_len, hf_overrides)
-    return _quantised(config, quantization)
+        config, format = config_from_directory(path, max_model_len, hf_overrides)
+    forms = storage.planned_forms(config, format, quantization)
+    if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
+        with naming(path, OTHER_MODEL):
+            return replace(config, quantization="fp8"), {}
+    return config, forms
 
 
 def load_model(
@@ -101,14 +118,16 @@ def load_model(
         hf_overrides: entries that replace those of the model's config, by the names of a config.json. With a
             ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
-        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
+        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway where
+            the GPU has arithmetic for them. A name of ``SHAPES`` is the form of random weights; with files it has to be
+            the method that these are quantised with.
         group: the ranks that the model is split across.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt or says that the checkpoint is quantised, except fp8: ModelFileError, one line naming it.
-            Or the device does not support fp8 arithmetic.
+            file is corrupt or says that the checkpoint is quantised in a way that is not known: ModelFileError, one
+            line naming it. Or ``quantization`` is fp8 and the device does not support its arithmetic.
         OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; none has been read or created then.
     """
@@ -117,31 +136,46 @@ def load_model(
     name, device = _name(source), torch.device(device)
     weights_dtype = _dtype(dtype, device)
     adapter = _adapter(source, adapter, load_format)
-    # Before anything is fetched or read.
-    check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
+    check_quantization(quantization, device, weights_dtype)  # before anything is fetched or read
 
-    def runnable(config: ModelConfig) -> ModelConfig:
-        who = f"{source}: its weights are quantised in fp8, and"
-        check_hardware(config.quantization, device, weights_dtype, who, REMEDY)
-        return _quantised(config, quantization)
+    def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
+        in_fp8 = quantization == "fp8" or (storage.is_fp8(forms) and unfit(device, weights_dtype) is None)
+        return replace(config, quantization="fp8") if in_fp8 else config
 
     if load_format == "dummy":
-        return _dummy(runnable(load_config(source, max_model_len, hf_overrides)), weights_dtype, device, group, name)
+        config, forms = load_plan(source, max_model_len, hf_overrides, quantization)
+        if config.quantization is not None and unfit(device, weights_dtype) is not None:
+            config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
+        return _dummy(config, forms, weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        runnable(load_config(source, max_model_len, hf_overrides))
+        load_config(source, max_model_len, hf_overrides)
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
     if path.suffix == ".gguf":
         files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
     else:
         files = _directory(path, max_model_len, hf_overrides, runnable)
+    storage.check_stated(quantization, files.method, str(source))
+    return _load(files, path, adapter, sampling, weights_dtype, device, group, name)
+
+
+def _load(
+    files: _Files,
+    path: Path,
+    adapter: str | Path | None,
+    sampling: Mapping[str, float],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    name: str,
+) -> LoadedModel:
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    may_keep_blocks = config.quantization is None and group.size == 1
-    forms = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}
-    notes: tuple[str, ...] = ()
+    stay = config.quantization is None
+    forms = {weight: form for weight, form in files.forms.items() if stay and storage.keeps(form, device)}
+    notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
-    targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
+    targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
     if adapter is not None:
@@ -149,15 +183,19 @@ def load_model(
         merge.check(shapes)
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
-            notes = (f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...",)
-    runs, shard = block_runs(targets, forms), Shard(config, group.rank, group.size)
-    check_memory(Decoder(shard.config, weights_dtype, "meta", runs, group), device)
-    model = Decoder(shard.config, weights_dtype, device, runs, group)
+            notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
+    shard = Shard(config, group.rank, group.size)
+    runs = stored_runs(outline, targets, forms, shard)
+    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
+    model = Decoder(shard.config, dtype, device, runs, group)
     # A progress bar, if the output is a terminal.
     fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
-    if files.in_fp8 is not None:
-        notes = files.in_fp8.notes(quantised(model, targets))
-    return LoadedModel(config, shard, model, files.tokenizer, name, notes, sampling)
+    if stay:
+        others = {weight: form for weight, form in files.forms.items() if not storage.keeps(form, device)}
+        notes += storage.dequantised(others, shapes, dtype, device)
+    elif files.method is not None:
+        notes += storage.in_fp8(files.forms, quantised(model, targets))
+    return LoadedModel(config, shard, model, files.tokenizer, name, tuple(notes), sampling)
 
 
 def load_tokenizer(
@@ -195,11 +233,20 @@ def _stated(source: str | Path) -> Path | None:
     return None if adapter_of(source) is None else config_file(str(source))
 
 
-def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
+def _dummy(
+    config: ModelConfig,
+    forms: Mapping[str, Form],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    name: str,
+) -> LoadedModel:
     """A model of random weights, whose tokens are bytes."""
     shard = Shard(config, group.rank, group.size)
-    check_memory(Decoder(shard.config, dtype, "meta", group=group), device)
-    model = Decoder(shard.config, dtype, device, group=group)
+    kept = {weight: form for weight, form in forms.items() if storage.keeps(form, device)}
+    runs = storage.planned_runs(shard, kept, dtype)
+    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
+    model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)
     return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
 
@@ -211,16 +258,18 @@ class _Files:
     Attributes:
         shapes: of all weights, by their names in the files.
         tensors: the weights, read one after another.
-        forms: blocks of quantised numbers that weights are stored in, by their names.
-        in_fp8: the weights, if they are stored in 8-bit floats.
+        forms: of weights that are quantised, by their names.
+        method: that they are quantised with, where they are in a directory.
+        notes: what is read in another way than the user may expect, one line each.
     """
 
     config: ModelConfig
     tokenizer: Tokenizer
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Stored]]
-    forms: Mapping[str, str] = field(default_factory=dict)
-    in_fp8: FP8Weights | None = None
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    method: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def _gguf(
@@ -233,9 +282,9 @@ def _gguf(
     """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
     if stated is None:
-        config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+        config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})
     else:
-        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0])
+        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0], {})
     tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
@@ -243,22 +292,21 @@ def _gguf(
 def _directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
 ) -> _Files:
-    config, kind = config_from_directory(path, max_model_len, hf_overrides)
-    config = runnable(config)
+    config, format = config_from_directory(path, max_model_len, hf_overrides)
     tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
-    in_fp8 = None if kind is None else FP8Weights(path, kind)
-    weights = SafetensorsWeights(path) if in_fp8 is None else in_fp8
-    return _Files(config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8)
-
-
-def _keeps_blocks(device: torch.device) -> bool:
-    """Whether weights stay in a GGUF file's blocks: on CPUs that have matrix products for them in C++."""
-    return device.type == "cpu" and choose("quantised_matmul", device).backend != "reference"
-
-
-def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
-    """The config with the user's override applied: what a checkpoint has in fp8 stays so."""
-    return config if quantization is None else replace(config, quantization=quantization)
+    if format is None:
+        plain = SafetensorsWeights(path)
+        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream())
+    weights = QuantisedWeights(path, format)
+    with naming(path, OTHER_MODEL):
+        config = runnable(config, weights.forms)
+    notes = []
+    if weights.scattered:
+        columns = f"{counted(len(weights.scattered), 'weight')} with groups of columns in the order of activations"
+        notes.append(f"{columns} (desc_act) are dequantised: {weights.scattered[0]}, ...")
+    if weights.of_caches:
+        notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
+    return _Files(config, tokenizer, weights.shapes, weights.stream(), weights.forms, format.method, tuple(notes))
 
 
 def _name(source: str | Path) -> str:
@@ -279,11 +327,13 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return named
 
 
-def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
-    """Raises SettingsError if weights cannot run as they are quantised: for whom, why, and what to do."""
-    reason = unfit(device, dtype) if quantization == "fp8" else None
-    if reason is not None:
-        raise SettingsError(f"{who} {reason}; {remedy}", ["dtype", "quantization"])
+def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises SettingsError for unknown names, and for fp8 where it cannot run."""
+    if quantization not in (None, *QUANTIZATIONS):
+        reason = f"quantization={quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
+        raise SettingsError(reason, ["quantization"])
+    if quantization == "fp8" and (why := unfit(device, dtype)) is not None:
+        raise SettingsError(f"quantization='fp8': {why}; leave it out", ["dtype", "quantization"])
 
 
 def check_memory(outline: Decoder, device: torch.device) -> None:

@@ -12,7 +12,6 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import (
     DEFAULT_MODEL,
     QUANTIZATION_HELP,
-    QUANTIZATIONS,
     EngineConfig,
     parse_budget,
     policy_name,
@@ -21,7 +20,7 @@ from shadowkv.engine.config import (
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH
-from shadowkv.load_settings import OVERRIDES_HELP, parse_overrides
+from shadowkv.load_settings import OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner

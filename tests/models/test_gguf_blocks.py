@@ -14,9 +14,10 @@ from gguf_files import write_model
 from test_adapter import write_adapter
 from test_families import sequences
 
-from shadowkv.layers.block_matrix import BlockLinear, BlockMatrix, Run
-from shadowkv.models import LoadedModel, load_model, loader
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
+from shadowkv.models import LoadedModel, load_model, loader, storage
 from shadowkv.ops.extension import cpu_missing
+from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.registry import choose
 
 pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="weights stay in blocks where the C++ extension is built")
@@ -76,11 +77,11 @@ def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     kept, dense = load_model(blocks).model, load_model(plain).model
     sizes = {"Q4_K": 144 / 256, "Q6_K": 210 / 256}
     for layer in kept.layers:
-        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, BlockLinear)
-        assert [run.form for run in layer.attention.qkv.weight.runs] == ["Q4_K", "Q6_K"]
+        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, QuantisedLinear)
+        assert [run.form for run in layer.attention.qkv.weight.runs] == [BLOCKS["Q4_K"], BLOCKS["Q6_K"]]
         assert layer.attention.qkv.weight.runs[0].rows == 512  # q and k in one product
         assert layer.mlp.down.weight.nbytes == sizes["Q6_K"] * 256 * 512
-    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, BlockMatrix))
+    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, QuantisedMatrix))
     assert kept.num_bytes == dense.num_bytes - saved < dense.num_bytes / 2
 
 
@@ -103,7 +104,7 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
 
 
 def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(loader, "choose", lambda name, device: choose(name, device, override="reference"))
+    monkeypatch.setattr(storage, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}
 
 
@@ -118,7 +119,7 @@ def test_where_products_are_of_plain_numbers(
 ) -> None:
     options = how(monkeypatch)
     blocks, plain = (load_model(file, **options).model for file in write(tmp_path, "llama", MIXED["Q4_K_M"]))
-    assert not blocks.block_forms
+    assert not blocks.forms
     for name, parameter in plain.named_parameters():
         mine = blocks.get_parameter(name)
         assert mine.dtype == parameter.dtype and torch.equal(mine.float(), parameter.float()), name
@@ -132,5 +133,6 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "adapter", pairs)
     ours, theirs = load_model(blocks, adapter=adapter), load_model(plain, adapter=adapter)
     assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
-    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, "Q4_0"), Run(256, None), Run(256, "Q4_0"))
+    q4_0 = BLOCKS["Q4_0"]
+    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, q4_0), Run(256, None), Run(256, q4_0))
     assert_same_logits(ours, theirs)
