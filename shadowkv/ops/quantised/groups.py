@@ -7,19 +7,14 @@ them, and a scale of the whole tensor is a factor of each row: so rows can be cu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1 (OCP Microscaling Formats 1.0, section 5.3.3); the fourth bit is the sign."""
 
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
 """What codes can be, and their bits: integers from 0 on, whose zero point is their middle where groups have none of
-their own, and floats."""
+their own, and floats (e2m1 of OCP's Microscaling Formats 1.0, e4m3 of arXiv:2209.05433)."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +120,28 @@ class GroupForm:
         return gcd(self.group, start, 0 if stop == columns else stop)
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        """What codes [N, B] stand for, before zero points of their own and scales: a new float32 [N, K]."""
+        """What codes [N, B] stand for, before zero points of their own and scales: a new float32 [N, K].
+
+        By arithmetic on bits, which is several times as fast on a CPU as tables, or as PyTorch's conversion of e4m3.
+        """
         if self.element == "e4m3":
-            return codes.float()
-        if self.element == "int8":
-            return codes.float() if self.zeros else codes.float().sub_(128)
-        pairs = _pairs(self.element, self.zeros, codes.device)
-        return F.embedding(codes.int(), pairs).flatten(1)
+            bits = codes.view(torch.uint8)
+            numbers = _from_half((bits & 0x7F).short() << 7 | (bits & 0x80).short() << 8, 2.0**8)
+            missing = (bits & 0x7F) == 0x7F
+            return numbers.masked_fill_(missing, torch.nan) if missing.any() else numbers
+        if self.bits == 4:
+            pairs = codes.contiguous().short()
+            codes = ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)  # the low half comes first
+        if self.element == "e2m1":
+            return _from_half((codes & 7).short() << 9 | (codes & 8).short() << 12, 2.0**14)
+        numbers = codes.float()
+        return numbers if self.zeros else numbers.sub_(1 << (self.bits - 1))
 
     def _spread(self, of_groups: Tensor, columns: int) -> Tensor:
         """[N, G] -> [N, K]."""
         return of_groups.repeat_interleave(self.group or columns, 1)[:, :columns]
 
 
-@cache
-def _pairs(element: str, zeros: bool, device: torch.device) -> Tensor:
-    """The two numbers of each byte: float32 [256, 2]."""
-    magnitudes = torch.tensor(FP4)
-    of_code = torch.cat((magnitudes, -magnitudes)) if element == "e2m1" else torch.arange(16.0) - (0 if zeros else 8)
-    byte = torch.arange(256)
-    return torch.stack((of_code[byte & 15], of_code[byte >> 4]), 1).to(device)
+def _from_half(bits: Tensor, unit: float) -> Tensor:
+    """Floats with fewer bits of exponent, placed as those of float16 are: int16 -> float32, exact."""
+    return bits.view(torch.float16).float().mul_(unit)

@@ -14,7 +14,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes, uint8 [N, K], of 4 or 8 bits -> bytes, uint8 [N, K * bits / 8], the first code in the lower half."""
-    return codes.contiguous() if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    codes = codes.contiguous()
+    return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor, bits: int) -> Tensor:
