@@ -108,12 +108,12 @@ def _run(args: argparse.Namespace) -> str:
 
     import torch
 
-    from shadowkv.models.loader import load_config
+    from shadowkv.models.loader import load_plan
     from shadowkv.models.sharding import Shard
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text
 
-    config = load_config(args.model, args.context, args.hf_overrides, args.quantization)
+    config, forms = load_plan(args.model, args.context, args.hf_overrides, args.quantization)
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace) -> str:
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size)
-    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas)
+    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
     plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
     if args.json:
         return json.dumps(as_json(args.model, planner, plans), indent=2)

@@ -120,7 +120,7 @@ JOINED = {
 }
 
 
-BECAME = ("weights in e4m3 in groups of 32 became 8-bit floats with one scale a row",)
+BECAME = ("weights in fp8-g32 became 8-bit floats with one scale a row",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

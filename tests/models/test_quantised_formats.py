@@ -157,7 +157,7 @@ def test_where_nothing_multiplies_them_they_are_dequantised_and_said(
         torch.testing.assert_close(ours.model.get_parameter(name), parameter, rtol=2**-7, atol=0)
     if kind == "gptq":
         assert ours.notes == (
-            "13 weights in int4 in groups of 64 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cpu nothing "
+            "13 weights in int4-g64 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cpu nothing "
             "multiplies them as they are",
         )
 
@@ -209,7 +209,7 @@ def test_what_modelopt_says_beside_the_config(tmp_path: Path) -> None:
     (files / "hf_quant_config.json").write_text(
         '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}'
     )
-    assert load_model(files).model.forms == ["e2m1 in groups of 16"]
+    assert load_model(files).model.forms == ["nvfp4"]
 
 
 Q = f"{LAYER}.self_attn.q_proj"
@@ -292,7 +292,7 @@ def test_random_weights_in_a_form(quantization: str, tmp_path: Path) -> None:
 
 def test_a_flag_says_what_the_files_say(tmp_path: Path) -> None:
     files, _ = write_quantised(tmp_path, "gptq")
-    assert load_model(files, quantization="gptq").model.forms == ["int4 in groups of 64"]
+    assert load_model(files, quantization="gptq").model.forms == ["int4-g64"]
     assert load_config(files, quantization="gptq") == load_config(files)
     with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in gptq, and stay so; leave it out"):
         load_model(files, quantization="awq")

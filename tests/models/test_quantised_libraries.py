@@ -71,9 +71,7 @@ def compressed(arguments: dict[str, Any], weight: Tensor) -> tuple[dict[str, Ten
     return packed, made.decompress(dict(packed), scheme)["weight"]
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if KINDS[kind][0]["quant_method"] == "compressed-tensors"]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][0]["quant_method"] == "compressed-tensors"])
 def test_what_compressed_tensors_packs(kind: str) -> None:
     config = KINDS[kind][0]
     weight = spiked(256, 384, torch.Generator().manual_seed(1))

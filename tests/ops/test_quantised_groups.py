@@ -109,7 +109,7 @@ def test_parts_of_columns_have_the_same_numbers(seed: int, ops: Ops, name: str, 
 
 
 def test_a_part_that_would_share_a_byte_is_refused(ops: Ops) -> None:
-    with pytest.raises(ValueError, match="columns 3 to 64 of 64 cannot be cut out of rows in int4 in groups of 32"):
+    with pytest.raises(ValueError, match="columns 3 to 64 of 64 cannot be cut out of rows in int4-g32"):
         random_rows(FORMS["int4"], 2, 64).cut(3, 64)
 
 
@@ -146,11 +146,11 @@ def test_rows_of_many_tiles(seed: int, ops: Ops) -> None:
 
 def test_what_does_not_fit_is_named(ops: Ops) -> None:
     rows = random_rows(FORMS["int4"], 2, 64)
-    with pytest.raises(ValueError, match=r"x has shape \(3, 32\), rows of int4 in groups of 32 have 64 numbers"):
+    with pytest.raises(ValueError, match=r"x has shape \(3, 32\), rows of int4-g32 have 64 numbers"):
         ops.quantised_matmul(torch.zeros(3, 32), rows)
     codes, scales = rows.tensors
     for broken in ((codes, scales[:, :1]), (codes, scales.float()), (codes,)):
-        with pytest.raises(ValueError, match="int4 in groups of 32 of 64 columns are stored as"):
+        with pytest.raises(ValueError, match="int4-g32 of 64 columns are stored as"):
             ops.dequantise_rows(QuantisedRows(broken, rows.form))
-    with pytest.raises(ValueError, match="int4 in groups of 32 are two a byte, and rows have 33"):
+    with pytest.raises(ValueError, match="int4-g32 are two a byte, and rows have 33"):
         rows.form.layout(33)

@@ -45,10 +45,10 @@ class GroupForm:
 
     @property
     def name(self) -> str:
-        """In words, for messages."""
-        return (
-            f"{self.element} with a scale a row" if self.group is None else f"{self.element} in groups of {self.group}"
-        )
+        """As in ``int4-g128``, groups of 128; without a number scales are one a row, or of the format's own groups."""
+        own = {"e4m3": ("fp8", None), "e2m1": ("nvfp4", 16) if self.factor else ("mxfp4", 32)}
+        element, group = own.get(self.element, (self.element, None))
+        return element if self.group == group else f"{element}-g{self.group}"
 
     @property
     def bits(self) -> int:
