@@ -50,6 +50,7 @@ class QuantisedMatrix(Computing):
         grouped = groupby(runs, lambda run: run.form)
         self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
         self.columns, self.dtype = columns, dtype
+        self._counts = [1 if run.form is None else len(run.form.layout(columns)) for run in self.runs]
         self.parts = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
         )
@@ -77,8 +78,7 @@ class QuantisedMatrix(Computing):
     def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
         """Rows ``start`` to ``stop`` as they are stored, run by run: views."""
         tensors = iter(self.parts)
-        for run in self.runs:
-            count = 1 if run.form is None else len(run.form.layout(self.columns))
+        for run, count in zip(self.runs, self._counts, strict=True):
             parts = tuple(next(tensors) for _ in range(count))
             if start < min(stop, run.rows):
                 if start > 0 or stop < run.rows:

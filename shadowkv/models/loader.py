@@ -95,6 +95,16 @@ def load_plan(
     return config, forms
 
 
+def plan_on(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
+) -> tuple[ModelConfig, dict[str, Form]]:
+    """What ``load_plan`` gives, as it is run on a device: without 8-bit arithmetic where there is none, and with those
+    forms alone that weights stay in."""
+    if config.quantization is not None and unfit(device, dtype) is not None:
+        config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
+    return config, {weight: form for weight, form in forms.items() if storage.keeps(form, device)}
+
+
 def load_model(
     source: str | Path,
     *,
@@ -143,10 +153,8 @@ def load_model(
         return replace(config, quantization="fp8") if in_fp8 else config
 
     if load_format == "dummy":
-        config, forms = load_plan(source, max_model_len, hf_overrides, quantization)
-        if config.quantization is not None and unfit(device, weights_dtype) is not None:
-            config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
-        return _dummy(config, forms, weights_dtype, device, group, name)
+        plan = load_plan(source, max_model_len, hf_overrides, quantization)
+        return _dummy(*plan_on(device, weights_dtype, *plan), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
         load_config(source, max_model_len, hf_overrides)
@@ -243,8 +251,7 @@ def _dummy(
 ) -> LoadedModel:
     """A model of random weights, whose tokens are bytes."""
     shard = Shard(config, group.rank, group.size)
-    kept = {weight: form for weight, form in forms.items() if storage.keeps(form, device)}
-    runs = storage.planned_runs(shard, kept, dtype)
+    runs = storage.planned_runs(shard, forms, dtype)
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)

@@ -13,6 +13,7 @@ from families import build
 from gguf_files import write_model
 from test_adapter import write_adapter
 from test_families import sequences
+from thread_group import on_ranks
 
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
 from shadowkv.models import LoadedModel, load_model, loader, storage
@@ -70,6 +71,24 @@ def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Pat
     assert ours.model.weights_in_words == f"float32, {words} weights"
     assert ours.model.num_parameters == theirs.model.num_parameters
     assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kinds", ["Q4_0", "Q4_K_M"])
+def test_ranks_keep_the_blocks_that_they_do_not_cut(kinds: str, size: int, tmp_path: Path) -> None:
+    """The MLP's 512 columns are cut at 256, or at 160 and 336; heads at their 64 columns."""
+    blocks, plain = write(tmp_path, "llama", ALL_ALIKE[kinds] if kinds in ALL_ALIKE else MIXED[kinds])
+    expected = packed_logits(load_model(plain).model, sequences())
+    ranks = on_ranks(size, lambda group: load_model(blocks, group=group))
+    found = on_ranks(size, lambda group: packed_logits(load_model(blocks, group=group).model, sequences()))
+    for rank, logits in zip(ranks, found, strict=True):
+        for mine, other in zip(logits, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        assert isinstance(rank.model.layers[1].attention.qkv, QuantisedLinear)
+        assert isinstance(rank.model.head, torch.nn.Parameter)
+        inner, block = rank.shard.inner, 32 if kinds == "Q4_0" else 256
+        whole = all(border % block == 0 for border in inner)
+        assert isinstance(rank.model.layers[1].mlp.down, QuantisedLinear) == whole
 
 
 def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:

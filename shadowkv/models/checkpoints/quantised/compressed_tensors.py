@@ -90,8 +90,8 @@ class CompressedTensors:
             raise ValueError(f"sparsity_config={str(sparsity)[:60]} is not dense")
         if transforms and transforms != {"config_groups": {}}:
             raise ValueError("transform_config has transforms of weights and activations")
-        groups = stated.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+        groups, of_caches = stated.get("config_groups"), stated.get("kv_cache_scheme") is not None
+        if not isinstance(groups, Mapping) or not (groups or of_caches):
             raise ValueError(f"config_groups={str(groups)[:60]} has no groups of modules")
         self._schemes = [_scheme(name, group, stated.get("format")) for name, group in groups.items()]
         self._ignored = list_of_names(stated.get("ignore"), "ignore")
