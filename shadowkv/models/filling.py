@@ -120,12 +120,9 @@ def fill_dummy(model: Decoder) -> None:
     """
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
-    for matrix in [module for module in model.modules() if isinstance(module, QuantisedMatrix)]:
-        for rows in matrix.stored(0, matrix.num_rows):
-            if isinstance(rows, QuantisedRows):
-                _draw(rows, matrix.columns**-0.5, generator)
-            else:
-                rows.normal_(0.0, matrix.columns**-0.5, generator=generator)
+    for module in model.modules():
+        if isinstance(module, QuantisedMatrix):
+            fill_random(module, generator)
     for name, parameter in parameters.items():
         if QuantisedMatrix.PARTS in name:
             continue  # filled above
@@ -144,8 +141,18 @@ def fill_dummy(model: Decoder) -> None:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
 
 
+@torch.no_grad()
+def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
+    """Random numbers such that products are about as large as what is multiplied."""
+    for rows in matrix.stored(0, matrix.num_rows):
+        if isinstance(rows, QuantisedRows):
+            _draw(rows, matrix.columns**-0.5, generator)
+        else:
+            rows.normal_(0.0, matrix.columns**-0.5, generator=generator)
+
+
 def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
-    """Random numbers, about as large as those of plain matrices: codes are any, scales all alike."""
+    """Numbers of that deviation: codes are any, scales all alike."""
     form = rows.form
     assert isinstance(form, GroupForm), f"no random numbers in {form.name}"
     (codes, scales, *rest), spread = rows.tensors, _SPREAD[form.element]
