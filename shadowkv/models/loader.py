@@ -157,7 +157,8 @@ def load_model(
         return _dummy(*plan_on(device, weights_dtype, *plan), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        load_config(source, max_model_len, hf_overrides)
+        _, format = config_from_directory(resolve(source, weights=False), max_model_len, hf_overrides)
+        storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
     if path.suffix == ".gguf":
