@@ -119,6 +119,21 @@ def float8(weight: Tensor, block: tuple[int, int] | None, name: str = "weight_sc
     return {"weight": codes, name: scale}, codes.float() * spread
 
 
+def int8_whole(weight: Tensor) -> Encoded:
+    """compressed-tensors' ``pack-quantized`` with one scale."""
+    scale = (weight.abs().max() / 127).reshape(1)
+    codes = (weight / scale).round().int() + 128
+    tensors = {"weight_packed": words(codes, 8), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    return tensors, (codes - 128).float() * scale
+
+
+def float8_whole(weight: Tensor) -> Encoded:
+    """ModelOpt's, with one scale that has no dimension."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(FP8)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
 def fp4(scaled: Tensor) -> Tensor:
     """Codes of the nearest numbers in e2m1, [N, K]."""
     nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
@@ -184,6 +199,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
         schemes("pack-quantized", type="int", num_bits=8, strategy="channel"),
         lambda weight: packed(weight, bits=8, group=None),
     ),
+    "int8, whole": (schemes("pack-quantized", type="int", num_bits=8, strategy="tensor"), int8_whole),
     "int8 products": (schemes("int-quantized", type="int", num_bits=8, strategy="channel"), int8_rows),
     "fp8, rows": (
         schemes("float-quantized", type="float", num_bits=8, strategy="channel"), lambda weight: float8(weight, None),
@@ -201,6 +217,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
         lambda weight: nvfp4(weight, ("weight_packed", "weight_global_scale"), divides=True),
     ),
     "mxfp4": (schemes("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32), mxfp4),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, float8_whole),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         lambda weight: nvfp4(weight, ("weight", "weight_scale_2"), divides=False),

@@ -36,6 +36,8 @@ FORMS = {
     "int4, zero points": GroupForm("int4", GROUP, torch.float16, zeros=True),
     "int4, rows": GroupForm("int4", None, torch.float16),
     "int8": GroupForm("int8", None, torch.float16),
+    "int8, whole": GroupForm("int8", None, torch.float32),
+    "modelopt fp8": FP8_ROWS,
     "int8 products": GroupForm("int8", None, torch.float32),
     "fp8, rows": FP8_ROWS,
     "fp8, blocks": GroupForm("e4m3", FP8_BLOCK, torch.float32),
@@ -257,6 +259,23 @@ def test_tensors_that_do_not_fit(
     with pytest.raises(ValueError, match=reason) as raised:
         load_model(files)
     assert str(files) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_any_shape_are_one_line(kind: str, tmp_path: Path) -> None:
+    """Files may be corrupt or malicious: each part of a weight in turn has a shape that it cannot have."""
+    files, _ = write_quantised(tmp_path, kind)
+    good = load_file(files / WEIGHTS)
+    for name in [name for name in good if name.startswith(f"{Q}.")]:
+        for shape in ((), (0,), (0, 0), (3,), (1, 1, 1), (256, 0), (0, 256), (7, 5)):
+            one_scale = shape == () and ("weight_scale" in name or "global_scale" in name)
+            if shape == good[name].shape or (one_scale and kind.startswith(("int8 products", "fp8", "nvfp4"))):
+                continue
+            edit_tensors(files / WEIGHTS, **{name: torch.zeros(shape).to(good[name].dtype)})
+            with pytest.raises(ValueError) as raised:
+                load_model(files)
+            assert "q_proj" in str(raised.value) and "\n" not in str(raised.value), (name, shape)
+            edit_tensors(files / WEIGHTS, **{name: good[name]})
 
 
 @pytest.mark.parametrize(

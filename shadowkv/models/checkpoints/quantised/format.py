@@ -111,6 +111,8 @@ def group_size(columns: int, groups: int, stated: int | None) -> int | None:
 
     Raises ValueError if there is no such size.
     """
+    if columns < 1:
+        raise ValueError("its rows are empty")
     if groups == 1:
         return None
     if stated is not None and stated > 0 and -(-columns // stated) == groups:
