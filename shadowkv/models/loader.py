@@ -165,7 +165,7 @@ def load_model(
         files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
     else:
         files = _directory(path, max_model_len, hf_overrides, runnable)
-    storage.check_stated(quantization, files.method, str(source))
+    storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     return _load(files, path, adapter, sampling, weights_dtype, device, group, name)
 
 

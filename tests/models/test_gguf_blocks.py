@@ -155,3 +155,9 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
     q4_0 = BLOCKS["Q4_0"]
     assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, q4_0), Run(256, None), Run(256, q4_0))
     assert_same_logits(ours, theirs)
+
+
+def test_a_flag_that_names_another_form_is_refused(tmp_path: Path) -> None:
+    blocks, _ = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
+    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in GGUF, and stay so; leave it out"):
+        load_model(blocks, quantization="awq")
