@@ -38,7 +38,8 @@ test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some
 	$(RUN_TESTS) -m "not slow" $(ARGS)
 
 # Ray is installed for these alone: without it its tests would be skipped.
-test-slow: .venv/.installed-test-slow ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers
+test-slow: export SHADOWKV_CLIENTS := $(CURDIR)/build/clients/bin/python
+test-slow: .venv/.installed-test-slow build/clients/.installed ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers
 	$(RUN_TESTS) -m slow $(ARGS)
 
 # What has changed since the last commit that landed; whole libraries, with every optimisation, are for make test-slow.
@@ -90,6 +91,12 @@ clean: ## Remove builds and caches (not .venv)
 	touch $@
 
 # What the installed package asks for: with -e the C++ ops would be built once more.
+# In an environment of their own: some need older versions of the openai package than others.
+build/clients/.installed: scripts/clients.txt
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install --no-compile -r scripts/clients.txt
+	touch $@
+
 .venv/.installed-%: .venv/.installed
 	$(PIP_INSTALL) 'shadowkv-engine[$*]'
 	$(PY) scripts/check_cpu_install.py

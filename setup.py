@@ -88,7 +88,7 @@ setup(
     packages=find_packages(include=["shadowkv", "shadowkv.*"]),
     package_data={
         "shadowkv": ["py.typed"],
-        "shadowkv.serve.page": ["static/*"],
+        "shadowkv.serve.page": ["static/*", "static/*/*"],
         "shadowkv.models": ["catalogue/*.json", "adapters/*/*"],
     },
     ext_modules=extensions(),

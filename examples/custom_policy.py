@@ -33,7 +33,7 @@ def main(model: str = "smollm2-135m-instruct", **options: Any) -> None:
         # 0: even a short prompt is compressed, which it would not be by default.
         with LLM(model, kv=spec, kv_dense_below=0, max_model_len=2048, max_num_seqs=1, **options) as llm:
             (answer,) = llm.generate([PROMPT * 40], SamplingParams(max_tokens=24, temperature=0))
-        print(f"{name}: {answer.text!r}")
+        print(f"{name}: {answer.outputs[0].text!r}")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ EXAMPLES, MAX_FAULTS = 3, 1000
 MODEL = "tiny"
 """The model's name on the server."""
 
+UPLOAD = "/v1/files"
+"""The route that takes forms."""
+
+A_FILE = f"file-{'0' * 32}"
+"""Stands for a file that the server has."""
+
 OPTIONAL = 0.15
 """Probability that a body has an optional parameter."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
@@ -71,6 +77,10 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 )
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CALL_ITEM = {"call_id": "c1", "name": "f", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1"}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Hi"}}
+MESSAGE = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMAS[0]}}
 TYPICAL: dict[str, tuple[Any, ...]] = {
     "model": (MODEL,),
@@ -100,15 +110,62 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
         [{"role": "user", "content": "Hi"}],
         [{"role": "system", "content": ""}, {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}],
         [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2", "tool_call_id": "c1"}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So "}],
+        [{"role": "user", "content": [{"type": "file", "file": {"file_data": "SGk="}}]}],
+        [{"role": "user", "content": [DOCUMENT, {"type": "text", "text": "Hi"}]}],
+        [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [{**RESULT, "content": "2"}]}],
     ),
     "tools": (
         *([TOOL], [{"type": "function", "function": {"name": "g"}}, TOOL]),
         *([{"type": "function", **TOOL["function"]}], [{"name": "f", "input_schema": SCHEMAS[0]}]),
     ),
-    "input": ("Hi", [{"role": "user", "content": "Hi"}], [{"type": "function_call", **CALL_ITEM}], {"a": 1}),
+    "input": (
+        *("Hi", [{"role": "user", "content": "Hi"}], [{"type": "function_call", **CALL_ITEM}], {"a": 1}),
+        [
+            {
+                "role": "user",
+                "content": [{"type": "input_file", "file_data": "SGk="}, {"type": "input_text", "text": "?"}],
+            }
+        ],
+        [
+            {"role": "user", "content": "Hi"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "function_call", **CALL_ITEM},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+    ),
     "max_output_tokens": (1, 2, 5),
     "reasoning": ({"effort": "low"},),
-    "tool_choice": ("none", "auto", "required", {"type": "function", "function": {"name": "f"}}),
+    "tool_choice": (
+        *("none", "auto", "required", {"type": "function", "function": {"name": "f"}}),
+        *({"type": "function", "name": "f"}, {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "auto"}),
+    ),
+    "structured_outputs": (
+        *({"json": schema} for schema in SCHEMAS),
+        *(
+            {"regex": "[a-c]{1,3}"},
+            {"choice": ["a", "b\n"]},
+            {"grammar": 'root ::= "a" root | "b"'},
+            {"json_object": True},
+        ),
+        *({"regex": "(a"}, {"grammar": "root ::= root"}, {"structural_tag": {"type": "structural_tag"}}, {}),
+    ),
+    "guided_regex": ("[a-c]+", "(.{0,3}a?){0,20}", "("),
+    "guided_choice": (["a", "b"], []),
+    "guided_grammar": ('root ::= "a"', "x"),
+    "text": (
+        {"format": {"type": "text"}},
+        {"format": {"type": "json_object"}, "verbosity": "low"},
+        *({"format": {"type": "json_schema", "name": "x", "schema": schema}} for schema in SCHEMAS),
+    ),
+    "output_config": ({"effort": "low"}, *({"format": {"type": "json_schema", "schema": one}} for one in SCHEMAS)),
+    "thinking": ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}),
+    "system": ("Be brief.", [{"type": "text", "text": "Be brief."}]),
+    "stop_sequences": (["a"], []),
+    "previous_response_id": ("resp-1",),
+    "requests": ([{"custom_id": "a", "params": MESSAGE}], [{"custom_id": str(n), "params": {}} for n in range(3)]),
+    "endpoint": ("/v1/chat/completions", "/v1/messages"),
+    "input_file_id": (A_FILE,),
     "chat_template_kwargs": ({"enable_thinking": False}, {}),
     "arguments": ('{"a": 1}', "{}"),
     "parameters": (SCHEMAS[0],),
@@ -161,11 +218,14 @@ class Cases:
         self.bodies = {
             path: kinds["application/json"] for path, kinds in contents.items() if "application/json" in kinds
         }
+        self.has_uploads = UPLOAD in contents
 
     def make(self, number: int) -> Case:
         """The case with that number."""
         self._random = rng = random.Random(f"{self._seed} {number}")
-        path, content = rng.choice([*self.bodies.items()])
+        path, content = rng.choice([*self.bodies.items(), *((UPLOAD, None) for _ in range(self.has_uploads))])
+        if content is None:
+            return self._upload()
         tree = self._valid(content["schema"])
         if path == "/cache/save" and "messages" not in tree and rng.random() < 0.5:
             tree["prompt"] = rng.choice(LONG_ENOUGH)
@@ -176,6 +236,20 @@ class Cases:
         if rng.random() < 0.15:
             raw = self._garbled(raw)
         return Case(path, rng.choice(TYPES) if rng.random() < 0.04 else "application/json", raw)
+
+    def _upload(self) -> Case:
+        """A form with a file, whole or not."""
+        rng = self._random
+        boundary = rng.choice(("x", "y" * 70, "z" * 300, "-"))
+        content = rng.choice((b"", b"Hi", rng.randbytes(200), b"--x\r\n", b"a" * 2**17))
+        parts = [(b'name="purpose"', b"batch"), (b'name="file"; filename="a.jsonl"', content)]
+        parts += rng.choice(([], [], [(b'name="more"', b"1")] * 20, [parts[1]], [(b"name=", b"")]))
+        rng.shuffle(parts)
+        head = b"--" + boundary.encode()
+        pieces = [head + b"\r\nContent-Disposition: form-data; " + name + b"\r\n\r\n" + text for name, text in parts]
+        raw = b"\r\n".join((*pieces, head + b"--\r\n"))
+        kind = f"multipart/form-data; boundary={boundary}" if rng.random() < 0.9 else rng.choice(TYPES)
+        return Case(UPLOAD, kind, self._garbled(raw) if rng.random() < 0.5 else raw)
 
     # -- bodies ----------------------------------------------------------------------------------------------------
 
@@ -284,11 +358,13 @@ class Fuzz:
         client: sends requests to the application.
         cases: the requests.
         judge: what answers are checked against.
+        file: id of a file that the server has.
     """
 
     client: httpx.AsyncClient
     cases: Cases
     judge: Judge
+    file: str = A_FILE
     statuses: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
@@ -316,7 +392,8 @@ class Fuzz:
         headers = {} if case.content_type is None else {"Content-Type": case.content_type}
         start, status = time.monotonic(), 0
         try:
-            sent = self.client.post(case.path, content=case.raw, headers=headers)
+            content = case.raw.replace(A_FILE.encode(), self.file.encode())
+            sent = self.client.post(case.path, content=content, headers=headers)
             response = await asyncio.wait_for(sent, ANSWER_SECONDS)
             status = response.status_code
             reason = self.judge.nonsense(case.path, case.content_type, case.raw) if status == 200 else None
@@ -367,9 +444,11 @@ async def _fuzz(engine: EngineClient, args: argparse.Namespace) -> dict[str, Any
         named = await client.post("/cache/save", json={"name": TYPICAL["name"][0], "prompt": "a" * 100})
         named.raise_for_status()  # a restore finds it, whichever bodies are answered first
         cases, judge = Cases(app.openapi(), args.seed), Judge(MODEL, engine.max_model_len, VOCAB)
+        form = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
+        file = (await client.post(UPLOAD, **form)).raise_for_status().json()["id"]
         if cases.bodies.keys() != judge.rules.keys():
             raise SystemExit(f"the server takes {[*cases.bodies]}, but judge.py has rules for {[*judge.rules]}")
-        run = Fuzz(client, cases, judge)
+        run = Fuzz(client, cases, judge, file)
         start, memory = time.monotonic(), sum(resident_bytes(process).values())
         await run.run(args.bodies, args.seconds)
         seconds = time.monotonic() - start

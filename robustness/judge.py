@@ -15,13 +15,15 @@ from typing import Any
 
 import httpx
 
-from robustness.judge_rules import Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+from robustness.judge_rules import GUIDED, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
 
 MESSAGES = "/v1/messages"
 CONVERSATIONS = ("/v1/responses", MESSAGES)
+FILES = "/v1/files"
+BATCHES = ("/v1/batches", f"{MESSAGES}/batches")
 """Routes of APIs other than that of chats."""
 
 STOPS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
@@ -48,6 +50,8 @@ class Judge:
 
     def nonsense(self, path: str, content_type: str | None, raw: bytes) -> str | None:
         """Why this request must not be answered with 200, if that is so."""
+        if path == FILES:
+            return None if (content_type or "").lower().startswith("multipart/form-data") else "no form"
         kind = (content_type or "").split(";")[0].strip().lower()
         if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
             return "the content type is not JSON"
@@ -64,7 +68,38 @@ class Judge:
             return "parse_special for a prompt"
         if path == "/cache/save":
             return self._unsavable(body)
-        return self._contradiction(body, "messages" in body) if path.endswith("completions") else None
+        if path.endswith("completions"):
+            return self._contradiction(body, "messages" in body)
+        if path == "/v1/responses":
+            return self._response_contradiction(body)
+        return self._message_contradiction(body) if path == MESSAGES else None
+
+    def _response_contradiction(self, body: dict[str, Any]) -> str | None:
+        """Contradictions in a request for a response."""
+        form = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+        return self._of_conversation(body, form in ("json_object", "json_schema"), body.get("tool_choice", "auto"))
+
+    def _message_contradiction(self, body: dict[str, Any]) -> str | None:
+        """Contradictions in a request for a message."""
+        choice = (body.get("tool_choice") or {}).get("type", "auto")
+        constrained = (body.get("output_config") or {}).get("format") is not None
+        named = (body.get("tool_choice") or {}).get("name") is not None
+        wrong = self._of_conversation(body, constrained, choice)
+        return wrong or ("a name without a tool's choice" if named != (choice == "tool") else None)
+
+    @staticmethod
+    def _of_conversation(body: dict[str, Any], constrained: bool, choice: Any) -> str | None:
+        """What both have: ``choice`` says whether tools are called, ``constrained`` whether JSON follows a schema."""
+        asked = body.get("max_output_tokens", body.get("max_tokens"))
+        forced = choice not in ("none", "auto")
+        fixed = body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)
+        wrong = {
+            "calls of no tools": forced and not body.get("tools"),
+            "calls or JSON of a given length": (forced or constrained) and fixed,
+            "calls or JSON": bool(body.get("tools")) and choice != "none" and constrained,
+            "min_tokens above the longest answer": asked is not None and body.get("min_tokens", 0) > asked,
+        }
+        return next((reason for reason, is_so in wrong.items() if is_so), None)
 
     def _unsavable(self, body: dict[str, Any]) -> str | None:
         """Contradictions in a prompt to be saved: it needs a page, and a token after that."""
@@ -82,7 +117,10 @@ class Judge:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
-        constrained = body.get("response_format", {}).get("type") in ("json_object", "json_schema")
+        rules = [body[name] for name in ("structured_outputs", *GUIDED) if name in body]
+        formatted = body.get("response_format", {}).get("type", "text") != "text"
+        constrained = bool(rules) or formatted
+        last = (body["messages"][-1] if chat else {}).get("role")
         choice = body.get("tool_choice", "auto") if chat else "none"
         forced = choice not in ("none", "auto")
         wrong = {
@@ -92,6 +130,8 @@ class Judge:
             "nothing to generate": asked < least,
             "min_tokens above max_tokens": bool(limits) and body.get("min_tokens", 0) > asked,
             "JSON of a given length": constrained and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
+            "several kinds of rules": len(rules) + formatted > 1,
+            "nothing to continue": bool(body.get("continue_final_message")) and last != "assistant",
             "calls of no tools": forced and not body.get("tools"),
             "calls of a given length": forced and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
             "calls or JSON": bool(body.get("tools")) and choice != "none" and constrained,
@@ -111,10 +151,10 @@ class Judge:
     def malformed(self, path: str, raw: bytes, response: httpx.Response) -> str | None:
         """What is wrong with a response's form, if anything is."""
         try:
-            if path.startswith(CONVERSATIONS):
+            if path.startswith(CONVERSATIONS) or path in BATCHES:
                 return ill_formed(path, loads(raw) if response.status_code == 200 else {}, response)
             if response.status_code == 200:
-                return self._answer(path, loads(raw), response)
+                return self._answer(path, None if path == FILES else loads(raw), response)
             error = loads(response.content)["error"]
             if set(error) != {"message", "type", "param", "code"} or not error["message"]:
                 return "an error of another shape"
@@ -126,6 +166,8 @@ class Judge:
         return None if error["type"] == "invalid_request_error" else "an error of another type"
 
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
+        if path == FILES:
+            return None if loads(response.content)["id"].startswith("file-") else "no file"
         if path == "/detokenize":
             return None if text(loads(response.content)["prompt"]) else "no text"
         if path.startswith("/cache/"):
@@ -167,7 +209,7 @@ def prompts(body: dict[str, Any]) -> list[Any]:
     """Every prompt of a valid body; of a chat, all of its text."""
     if "messages" in body:
         contents = [message.get("content") or "" for message in body["messages"]]
-        return ["".join(c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents)]
+        return ["".join(c if isinstance(c, str) else "".join(part.get("text") or "" for part in c) for c in contents)]
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and not all(map(integer(), prompt)) else [prompt]
 
@@ -186,6 +228,8 @@ def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str
     """What is wrong with the form of an answer of these routes, if anything; may raise ValueError or KeyError, too."""
     if response.status_code != 200:
         return _error(path, response)
+    if path in BATCHES:
+        return None if response.json()["id"] and "request_counts" in response.json() else "no batch"
     if path.endswith("/count_tokens"):
         return None if integer(1)(response.json()["input_tokens"]) else "no count"
     if not body.get("stream"):

@@ -81,7 +81,7 @@ def harmless(name: str, value: Any) -> bool:
 # Deliberately not those of shadowkv/serve/bodies/parameters.py: a list that is wrong there must differ from this one.
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation")
+    + ("prediction", "include_obfuscation", "verbosity")
 )
 WITH_EFFECT = frozenset(
     ("grammar", "structured_outputs", "guided_json", "bad_words", "audio", "web_search_options", "mcp_servers")
@@ -109,7 +109,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "truncation": ("disabled",),
-    "verbosity": ("medium",),
     "tool_calls": ([],),
     "annotations": ([],),
 }
@@ -121,8 +120,11 @@ def schema(value: Any) -> bool:
     return isinstance(value, dict) and ("type" not in value or known(value["type"]))
 
 
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
 def response_format(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
+    if not isinstance(value, dict) or value.get("type") not in FORMATS:
         return False
     named = value.get("json_schema")
     return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
@@ -167,7 +169,11 @@ def _refuse(name: str) -> NoReturn:
 # -- completions and chats ---------------------------------------------------------------------------------------------
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PART = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
+SOURCE = {"filename": short(256), "file_data": utf8, "file_id": short(256)}
+PART = either(
+    fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text"),
+    fields({"type": lambda kind: kind == "file", "file": fields(SOURCE)}, "type", "file"),
+)
 MESSAGE = fields(
     {
         "role": lambda role: role in ROLES,
@@ -179,7 +185,33 @@ MESSAGE = fields(
     },
     "role",
 )
-TEMPLATE = {"tools": some(tool), "chat_template_kwargs": lambda value: isinstance(value, dict)}
+TEMPLATE = {
+    "tools": some(tool),
+    "chat_template_kwargs": lambda value: isinstance(value, dict),
+    "add_generation_prompt": boolean,
+    "continue_final_message": boolean,
+}
+
+
+def structured(value: Any) -> bool:
+    """``structured_outputs``: one kind of rules."""
+    if not isinstance(value, dict):
+        return False
+    kinds = [name for name, rules in given(value) if name in KINDS_OF_RULES and (name != "json_object" or rules)]
+    return len(kinds) == 1 and KINDS_OF_RULES[kinds[0]](value[kinds[0]])
+
+
+rules_text = short(2**17, least=1)
+schema_or_text = either(schema, rules_text)
+KINDS_OF_RULES: dict[str, Rule] = {
+    "json": schema_or_text,
+    "regex": rules_text,
+    "choice": some(rules_text, 1, 4096),
+    "grammar": rules_text,
+    "json_object": boolean,
+    "structural_tag": either(rules_text, lambda value: isinstance(value, dict)),
+}
+GUIDED = {f"guided_{name}": KINDS_OF_RULES[name] for name in ("json", "regex", "choice", "grammar")}
 
 
 def shared_rules(model: str, vocab: int) -> dict[str, Rule]:
@@ -219,8 +251,11 @@ def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
         "max_tokens": integer(0),
         "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
         "response_format": response_format,
+        "structured_outputs": structured,
+        **GUIDED,
         "stream_options": fields({"include_usage": boolean}),
         "return_selections": boolean,
+        "return_progress": boolean,
         "kv_transfer_params": fields(
             {
                 "do_remote_decode": boolean,
@@ -242,13 +277,41 @@ def anything(value: Any) -> bool:
     return True
 
 
+STATUS = one_of("in_progress", "completed", "incomplete")
+EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def metadata(value: Any) -> bool:
+    """Up to 16 pairs of texts."""
+    return isinstance(value, dict) and len(value) <= 16 and all(map(short(512), value.values()))
+
+
+def text_format(value: Any) -> bool:
+    """``text.format``: a schema only counts where it is one that is to be followed."""
+    if not isinstance(value, dict) or value.get("type", "text") not in (None, *FORMATS[:3]):
+        return False
+    return value.get("type") != "json_schema" or schema(value.get("schema"))
+
+
 def responses_body(sampling: dict[str, Rule]) -> Rule:
     """Body of ``/v1/responses``."""
-    part = fields({"type": one_of("input_text", "output_text", "text"), "text": utf8, "annotations": anything}, "text")
+    part = either(
+        fields({"type": one_of("input_text", "output_text", "text"), "text": utf8, "annotations": anything}, "text"),
+        fields({"type": one_of("input_file"), **SOURCE}, "type"),
+    )
     said = either(utf8, some(part))
     item = either(
         fields(
-            {"type": one_of("message"), "role": text, "content": said, "id": text, "status": text}, "role", "content"
+            {
+                "type": one_of("message"),
+                "role": one_of("system", "developer", "user", "assistant"),
+                "content": said,
+                "id": short(256),
+                "status": STATUS,
+                "phase": one_of("commentary", "final_answer"),
+            },
+            "role",
+            "content",
         ),
         fields(
             {"type": one_of("function_call"), "call_id": short(256), "name": short(256), "arguments": json_object},
@@ -264,15 +327,22 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "input": either(utf8, some(item, 1)),
             "instructions": utf8,
             "max_output_tokens": integer(1),
-            "stop": anything,
-            "text": lambda value: isinstance(value, dict),
+            "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
+            "text": fields({"format": text_format, "verbosity": one_of("low", "medium", "high")}),
             "tools": some(tool),
-            "tool_choice": either(one_of("none", "auto", "required"), lambda value: isinstance(value, dict)),
+            "tool_choice": either(
+                one_of("none", "auto", "required"), fields({"type": one_of("function"), "name": short(256)}, "name")
+            ),
             "parallel_tool_calls": boolean,
-            "reasoning": lambda value: isinstance(value, dict),
-            "metadata": lambda value: isinstance(value, dict) and len(value) <= 16,
-            "include": some(text),
-            "previous_response_id": lambda value: False,
+            "reasoning": fields({"effort": EFFORT, "summary": one_of("auto", "concise", "detailed")}),
+            "metadata": metadata,
+            "include": some(one_of("reasoning.encrypted_content")),
+            "store": boolean,
+            "max_tool_calls": integer(1),
+            "top_logprobs": integer(0, 0),
+            "safety_identifier": short(256),
+            "prompt_cache_key": short(256),
+            "previous_response_id": short(256),
         },
         "input",
     )
@@ -281,12 +351,25 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
 def prompt_rules() -> dict[str, Rule]:
     """Rules for both routes of ``/v1/messages``."""
     part = fields({"type": one_of("text"), "text": utf8, "citations": anything}, "type", "text")
+    source = either(
+        fields({"type": one_of("base64"), "media_type": one_of("application/pdf"), "data": utf8}, "type", "data"),
+        fields({"type": one_of("text"), "media_type": one_of("text/plain"), "data": utf8}, "type", "data"),
+        fields({"type": one_of("content"), "content": either(utf8, some(part))}, "type", "content"),
+        fields({"type": one_of("file"), "file_id": short(256)}, "type", "file_id"),
+    )
+    document = fields(
+        {"type": one_of("document"), "source": source, "title": utf8, "context": utf8, "citations": anything},
+        *("type", "source"),
+    )
     block = either(
-        part,
+        *(part, document),
         fields(
             {"type": one_of("tool_use"), "input": lambda value: isinstance(value, dict)}, "type", "id", "name", "input"
         ),
-        fields({"type": one_of("tool_result"), "content": either(utf8, some(part))}, "type", "tool_use_id"),
+        fields(
+            {"type": one_of("tool_result"), "content": either(utf8, some(either(part, document)))},
+            *("type", "tool_use_id"),
+        ),
         fields({"type": one_of("thinking"), "thinking": utf8}, "type", "thinking"),
         fields({"type": one_of("redacted_thinking"), "data": utf8}, "type", "data"),
     )
@@ -298,9 +381,18 @@ def prompt_rules() -> dict[str, Rule]:
         "messages": some(message, 1),
         "system": either(utf8, some(part)),
         "tools": some(tool),
-        "tool_choice": lambda value: isinstance(value, dict) and value.get("type") in ("auto", "any", "tool", "none"),
-        "thinking": lambda value: isinstance(value, dict),
-        "output_config": lambda value: isinstance(value, dict),
+        "tool_choice": fields(
+            {
+                "type": one_of("auto", "any", "tool", "none"),
+                "name": short(256, least=1),
+                "disable_parallel_tool_use": boolean,
+            },
+            "type",
+        ),
+        "thinking": fields({"type": one_of("enabled", "adaptive", "disabled"), "budget_tokens": integer(1)}, "type"),
+        "output_config": fields(
+            {"format": fields({"type": one_of("json_schema"), "schema": schema}, "type", "schema"), "effort": EFFORT}
+        ),
         "chat_template_kwargs": lambda value: isinstance(value, dict),
     }
 
@@ -310,6 +402,14 @@ def messages_body(sampling: dict[str, Rule]) -> Rule:
     stops = some(short(1024, least=1), most=64)
     rules = {**sampling, **prompt_rules(), "max_tokens": integer(1), "stop_sequences": stops}
     return fields(rules, "messages", "max_tokens")
+
+
+def message_requests(value: Any) -> bool:
+    """Requests of a batch of messages, whose bodies are looked at later."""
+    one = fields(
+        {"custom_id": short(64, least=1), "params": lambda params: isinstance(params, dict)}, "custom_id", "params"
+    )
+    return some(one, 1, 10_000)(value) and len({request["custom_id"] for request in value}) == len(value)
 
 
 def route_rules(model: str, vocab: int) -> dict[str, Rule]:
@@ -338,7 +438,25 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         ),
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
-        "/v1/messages/count_tokens": fields({**named, **prompt_rules()}, "messages"),
+        "/v1/messages/count_tokens": fields(
+            {
+                **named,
+                **prompt_rules(),
+                "output_config": lambda value: isinstance(value, dict),  # a schema is not followed
+                **{name: anything for name in shared if name not in named},
+            },
+            "messages",
+        ),
+        "/v1/messages/batches": fields({"requests": message_requests}, "requests"),
+        "/v1/batches": fields(
+            {
+                "input_file_id": short(256),
+                "endpoint": one_of("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+                "completion_window": one_of("24h"),
+                "metadata": metadata,
+            },
+            *("input_file_id", "endpoint"),
+        ),
         "/tokenize": fields(
             {
                 **named,
@@ -346,7 +464,6 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
                 "prompt": utf8,
                 "messages": some(MESSAGE),
                 "add_special_tokens": boolean,
-                "add_generation_prompt": boolean,
                 "parse_special": boolean,
                 "return_token_strs": boolean,
             }

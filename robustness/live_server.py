@@ -30,9 +30,9 @@ STOP_SECONDS = 60
 
 
 def start_server(values: dict[str, Any], temporary: Path | None = None) -> tuple[subprocess.Popen[str], str]:
-    """A server with these flags that is ready, and its URL; raises SystemExit if it does not start. Its temporary files
-    are in ``temporary`` if that is given."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    """A server with these flags (True: one without a value) that is ready, and its URL; raises SystemExit if it does
+    not start. Its temporary files are in ``temporary`` if that is given."""
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", *flags]
     # Tiny tensors gain nothing from a second thread. In a separate session: Ctrl-C is for this process.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TMPDIR": str(temporary)} if temporary else {})}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "KVSpec", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "KVSpec", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from shadowkv.engine.llm import LLM
+    from shadowkv.engine.results import CompletionOutput, RequestOutput
     from shadowkv.engine.sampling_params import SamplingParams
     from shadowkv.kvcache.policy.spec import KVSpec
 
 _HOMES = {
     "LLM": "shadowkv.engine.llm",
+    "CompletionOutput": "shadowkv.engine.results",
+    "RequestOutput": "shadowkv.engine.results",
     "SamplingParams": "shadowkv.engine.sampling_params",
     "KVSpec": "shadowkv.kvcache.policy.spec",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import SUPPRESS, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -37,5 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=SUPPRESS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
-    code: int = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__").main(arguments[1:])
+    try:
+        code: int = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__").main(arguments[1:])
+    except KeyboardInterrupt:  # while it imports, which takes seconds: later, commands see to it
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code

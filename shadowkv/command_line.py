@@ -3,20 +3,100 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
 
 from shadowkv.wording import NamesSettings
 
+ALIKE = 0.75
+"""How much of a flag's letters another must share, in order, to be what may have been meant."""
+
+UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
+
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where flags are listed, instead of listing them."""
+    """Says what is wrong in one line, and where flags are listed, instead of listing them. As in vLLM, flags may have
+    underscores for dashes."""
 
     def error(self, message: str) -> NoReturn:
+        if (unknown := UNKNOWN.match(message)) and (near := self._near(unknown[1])):
+            message += f": did you mean {near}?"
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
         """Quotes of docstrings, which descriptions come from, are plain ones."""
         return super().format_help().replace("``", "'")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(argument) for argument in given], namespace)
+
+    def parse_with_file(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """A command line whose ``--config``, if it has one, names a YAML file of more flags, as vLLM's: keys are their
+        names, and what is on the command line wins."""
+        unset: list[Any] = []  # a list, since flags with several values extend what is there
+        before = argparse.Namespace(**{action.dest: unset for action in self._actions})
+        given = {name: value for name, value in vars(self.parse_args(arguments, before)).items() if value is not unset}
+        file = given.get("config")
+        args = self.parse_args([] if file is None else list(self._flags_of(Path(file))))
+        for name, value in given.items():
+            setattr(args, name, value)
+        return args
+
+    def _near(self, flag: str) -> str | None:
+        return next(iter(get_close_matches(flag, self._option_string_actions, 1, ALIKE)), None)
+
+    def _flags_of(self, file: Path) -> Iterator[str]:
+        import yaml  # for those who have such a file
+
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            self.error(f"--config {file}: {one_line(error)}")
+        if not isinstance(content, dict):
+            self.error(f"--config {file} has no flags, as in 'max-model-len: 8192'")
+        for key, value in content.items():
+            flag = _dashed(f"--{key}")
+            action = self._option_string_actions.get(flag)
+            if action is None or flag == "--config":
+                near = self._near(flag)
+                self.error(f"--config {file}: there is no flag {key!r}{f': did you mean {near}?' if near else ''}")
+            yield from _as_arguments(flag, action, value)
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config``, for ``Parser.parse_with_file``."""
+    text = "flags in YAML ('max-model-len: 8192'); those of the command line win"
+    parser.add_argument("--config", metavar="FILE", help=text)
+
+
+def _dashed(argument: str) -> str:
+    """A flag with dashes; a value as it is."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:
+    """An entry of a YAML file as arguments."""
+    if isinstance(value, bool) and action.nargs == 0:
+        off = f"--no-{flag.removeprefix('--')}"
+        return [flag] if value else [off] if off in action.option_strings else []
+    if value is None:
+        return []
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *map(_as_text, value)]
+    return [f"{flag}={_as_text(value)}"]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def one_line(error: BaseException, **renamed: str) -> str:

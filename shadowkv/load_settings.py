@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from decimal import Decimal
 from typing import Any
 
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4")
 """The first is arithmetic in 8 bits, for any files; the others say what random weights are in, and plans."""
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+"""The last two are vLLM's, and PyTorch's, other names of float16 and float32."""
 OVERRIDES_HELP = "entries that replace those of the model's config.json, as in vLLM; of GGUF files by the same names"
+
+_MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
+    letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)
+}
+
+
+def parse_count(text: str) -> int:
+    """A number as vLLM takes it: ``8k`` is 8000, ``25.6k`` is 25600 and ``8K`` is 8192; raises ArgumentTypeError."""
+    found = re.fullmatch(r"\s*(-?\d+)(\.\d+)?([kmgtKMGT]?)\s*", text)
+    if found is None or (found[2] and not found[3].islower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, as 8192, 8k (8000) and 8K (8192) are")
+    value = Decimal(found[1] + (found[2] or "")) * _MULTIPLES.get(found[3], 1)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(value)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object as given on a command line; raises ArgumentTypeError."""
+    return _object(text, """'{"temperature": 0.5}'""")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
     """``--hf-overrides`` as given on a command line; raises ArgumentTypeError where it is no JSON object."""
-    wanted = """'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'"""
+    return _object(text, """'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'""")
+
+
+def _object(text: str, wanted: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -117,3 +117,14 @@ def test_a_command_gets_the_other_arguments_and_its_code_is_ours(capsys, tmp_pat
     assert cli.main(["cache", "ls", "--dir", str(tmp_path / "none")]) == 2
     assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9/v1"]) == 2
     assert "no server at http://127.0.0.1:9/v1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--context", "8k"], ["eval", "ruler", "--out", "x"], ["serve"]])
+def test_ctrl_c_while_importing_is_one_word(arguments):
+    """A real signal, as PyTorch, or for a server its library for HTTP, is about to be imported."""
+    code = "import os, signal, sys\nfrom shadowkv import cli\n"
+    code += "class Finder:\n    def find_spec(name, *_):\n"
+    code += "        if name in ('torch', 'fastapi'): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += f"sys.meta_path.insert(0, Finder)\nsys.exit(cli.main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "stopped" and "Traceback" not in done.stderr

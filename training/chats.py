@@ -63,13 +63,13 @@ def write_chats(model: str, texts: Texts, out: Path, count: int, held_out_count:
     with LLM(model, kv="full", max_num_seqs=256, max_model_len=8192) as llm:
         for turn in (0, 1):
             asked = [chat for chat in chats if len(chat.questions) > turn]
-            prompts = [_prompt(llm.tokenizer, chat.questions[: turn + 1], chat.answers) for chat in asked]
+            prompts = [_prompt(llm.get_tokenizer(), chat.questions[: turn + 1], chat.answers) for chat in asked]
             ways = [
                 SamplingParams(max_tokens=max_tokens, temperature=0.0 if chat.greedy else 1.0, seed=number)
                 for number, chat in enumerate(asked)
             ]
             for chat, answer in zip(asked, llm.generate(prompts, ways), strict=True):
-                chat.answers.append(answer.token_ids)  # with the end token, where it ended
+                chat.answers.append(answer.outputs[0].token_ids)  # with the end token, where it ended
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(asdict(chat)) + "\n" for chat in chats), encoding="utf-8")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
-from shadowkv.engine.outputs import RequestOutput, TokenOutput
+from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
+
+Value = TypeVar("Value")
 
 
 class DecodeStream(Protocol):
@@ -82,7 +84,7 @@ class AnswerText:
         self._at_once = not params.stop
         self.ended = False
 
-    def read(self, outputs: Sequence[TokenOutput]) -> RequestOutput:
+    def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
         """What one or more outputs, in order, add to the answer; those after its end must not be given."""
         if len(outputs) == 1:
             return self._read(outputs[0])
@@ -96,14 +98,15 @@ class AnswerText:
         whole = read[-1]
         whole.text = "".join(output.text for output in read)
         whole.token_ids = [token for output in read for token in output.token_ids]
-        whole.prompt_logprobs = read[0].prompt_logprobs
+        whole.prompt_logprobs = _first(output.prompt_logprobs for output in read)
+        whole.prefilled = _first(output.prefilled for output in reversed(read))
         if whole.logprobs is not None:
             whole.logprobs = [step for output in read for step in output.logprobs or ()]
         if whole.selections is not None:
             whole.selections = [step for output in read for step in output.selections or ()]
         return whole
 
-    def _read(self, output: TokenOutput) -> RequestOutput:
+    def _read(self, output: TokenOutput) -> TextOutput:
         reason, text = output.finish_reason, self._detokenizer
         tokens = output.token_ids[:-1] if output.end_token else output.token_ids
         added = text.push(tokens) if tokens else ""
@@ -112,7 +115,7 @@ class AnswerText:
         elif reason is not None and reason != "error":
             added += text.finish()  # may complete one as well
         self.ended = reason is not None
-        return RequestOutput(
+        return TextOutput(
             output.request_id,
             added,
             output.token_ids,
@@ -126,6 +129,7 @@ class AnswerText:
             output.prompt_logprobs,
             text.stop_string if self.ended else None,
             output.selections,
+            output.prefilled,
         )
 
 
@@ -143,6 +147,11 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         last.end_token,
         last.error,
         None if logprobs is None else [step for output in outputs for step in output.logprobs or ()],
-        outputs[0].prompt_logprobs,
+        _first(output.prompt_logprobs for output in outputs),
         None if selections is None else [step for output in outputs for step in output.selections or ()],
+        _first(output.prefilled for output in reversed(outputs)),
     )
+
+
+def _first(values: Iterable[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)

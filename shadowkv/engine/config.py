@@ -8,9 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
+from shadowkv.load_settings import (
+    DTYPES,
+    LOAD_FORMATS,
+    OVERRIDES_HELP,
+    QUANTIZATIONS,
+    parse_count,
+    parse_object,
+    parse_overrides,
+)
 from shadowkv.prefix_cache.device.eviction import POLICIES
 from shadowkv.wording import SettingsError
 
@@ -29,10 +38,14 @@ class EngineConfig:
     """An engine's settings; every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: values that are not valid; the message lists every one.
+        SettingsError: values of other types, or that are not valid; the message lists every one.
     """
 
     model: str = DEFAULT_MODEL
+    revision: str | None = None
+    download_dir: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
     adapter: str | None = None
     load_format: str = "auto"
     max_num_seqs: int = 48
@@ -48,6 +61,8 @@ class EngineConfig:
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
+    seed: int | None = None
     kv: str | KVSpec = "turbo"
     kv_rank: int | None = None
     kv_budget: float | int | None = None
@@ -69,6 +84,8 @@ class EngineConfig:
     skip_warmup: bool = False
 
     def __post_init__(self) -> None:
+        if wrong := wrong_types(self):
+            raise SettingsError("; ".join(wrong), self.names())
         bad = [
             f"{name}={getattr(self, name)} must be at least {least}"
             for name, least in (
@@ -121,9 +138,7 @@ class EngineConfig:
             bad.append(f"device={self.device!r} is one GPU: tensor_parallel_size > 1 takes them from the first on")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
-        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
-            bad.append(f"hf_overrides={self.hf_overrides!r} must be a dict of entries of a config.json")
-        elif self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
+        if self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
             bad.append(f"rope_theta={self.rope_theta} is an entry of hf_overrides, too: pass one of them")
         if bad:
             raise SettingsError("; ".join(bad), self.names())
@@ -184,6 +199,12 @@ class EngineConfig:
 
         model = parser.add_argument_group("model")
         add(model, "--model", help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)")
+        add(model, "--revision", metavar="NAME", help="of the model's repository in the hub: branch, tag or commit")
+        add(model, "--download-dir", metavar="DIR", help="where the hub's files are kept (default: its own cache)")
+        text = "another one than the model's: a Hugging Face directory or hub id, or a .gguf file"
+        add(model, "--tokenizer", metavar="NAME", help=text)
+        text = "another one than the model's: a file, or the template itself, in Jinja"
+        add(model, "--chat-template", metavar="FILE", help=text)
         add(model, "--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
         add(model, "--load-format", choices=LOAD_FORMATS, help="dummy: random weights (default: %(default)s)")
         add(
@@ -192,11 +213,12 @@ class EngineConfig:
             choices=DTYPES,
             help="auto: bfloat16 on a GPU, else float32",
         )
-        add(model, "--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+        add(model, "--quantization", "-q", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(
             model,
             "--tensor-parallel-size",
+            "-tp",
             type=int,
             metavar="N",
             help="GPUs of this machine that the model is cut up for, a process each (default: %(default)s)",
@@ -210,21 +232,21 @@ class EngineConfig:
             batch,
             "--max-num-seqs",
             "--batch",
-            type=int,
+            type=parse_count,
             metavar="N",
             help="sequences that run at once (default: %(default)s)",
         )
         add(
             batch,
             "--max-model-len",
-            type=int,
-            metavar="TOKENS",
-            help="longest prompt + output (default: the model's own, halved until one sequence fits)",
+            type=parse_length,
+            metavar="auto|TOKENS",
+            help="longest prompt + output (default, and auto: the model's own, halved until one sequence fits)",
         )
         add(
             batch,
             "--max-num-batched-tokens",
-            type=int,
+            type=parse_count,
             metavar="TOKENS",
             help="tokens of one pass, of prompts and of sequences that decode; a prompt of more is computed by itself "
             "(default: %(default)s)",
@@ -252,7 +274,7 @@ class EngineConfig:
         add(
             batch,
             "--default-max-tokens",
-            type=int,
+            type=parse_count,
             metavar="TOKENS",
             help="output reserved for a chat that names none; completions have 16 then (default: %(default)s)",
         )
@@ -263,6 +285,10 @@ class EngineConfig:
             help="sampling of requests that do not say theirs: the model's own generation_config.json, vllm: none, or "
             "that of a directory (default: %(default)s)",
         )
+        text = "entries that replace its: temperature, top_p, top_k, min_p, repetition_penalty"
+        add(batch, "--override-generation-config", type=parse_object, metavar="JSON", help=text)
+        text = "of the random numbers of requests without a seed (default: others at every start)"
+        add(batch, "--seed", type=int, metavar="N", help=text)
         kv = parser.add_argument_group("KV cache")
         one = kv.add_mutually_exclusive_group()
         add(
@@ -384,6 +410,11 @@ def policy_of_cache_dtype(name: str) -> str:
     if name not in policies:
         raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(policies)}; --kv takes every policy")
     return policies[name]
+
+
+def parse_length(text: str) -> int | None:
+    """``--max-model-len`` as given on a command line; None where it is to be chosen, as in vLLM ``auto`` or -1."""
+    return None if text in ("auto", "-1") else parse_count(text)
 
 
 def parse_dense_below(text: str) -> int | str:

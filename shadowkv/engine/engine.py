@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.outputs import TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.request import Request, RequestError
@@ -121,6 +121,9 @@ class Engine:
             raise SettingsError(f"{reason}: tensor_parallel_size must be 1 with it", ["tensor_parallel_size"])
         self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
         self.device = device_of(config.device) if self._ranks is None else self._ranks.device
+        if self._ranks is not None and self.device.type == "cpu":
+            many = f"tensor_parallel_size={config.tensor_parallel_size}"
+            logger.warning("%s: without GPUs all ranks share one CPU's memory, which makes nothing faster", many)
         with ExitStack() as stack:
             if self._ranks is not None:
                 stack.callback(self._ranks.close)
@@ -143,8 +146,9 @@ class Engine:
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked)
-        self.notes += defaults_in_words(self.sampling_defaults)
+        overrides = config.override_generation_config or {}
+        self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
+        self.notes += defaults_in_words(self.sampling_defaults, bool(overrides))
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.pace = Pace()
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)
@@ -316,7 +320,16 @@ class Engine:
             ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
             return self._prefill_failed(self.prefill_queue.at_work[-1], error)
-        return [] if ended is None else self._end_prefill(*ended)
+        return self._progress(prefill) if ended is None else self._end_prefill(*ended)
+
+    def _progress(self, prefill: PrefillAtWork) -> list[TokenOutput]:
+        """How far a prefill has come, for those of its requests that ask for it."""
+        outputs = []
+        for request, left in zip((running.request for running in prefill.rows), prefill.tokens_left, strict=True):
+            if request.params.return_progress and request.request_id not in self._aborted:
+                outputs.append(output := _output(request, [], None))
+                output.prefilled = len(request.prompt_token_ids) - left
+        return outputs
 
     def _prefill_failed(self, prefill: PrefillAtWork, error: BaseException) -> list[TokenOutput]:
         """Ends the requests of a prefill that has failed; raises ``error`` where that is not all."""
@@ -390,6 +403,8 @@ class Engine:
                 output.prompt_logprobs = scores
                 if running.request.params.return_selections:
                     output.selections = [(selected or {}).get(row)] * len(output.token_ids)
+                if running.request.params.return_progress and len(running.request.output_token_ids) <= 1:
+                    output.prefilled = len(running.request.prompt_token_ids)
                 outputs.append(output)
             except Exception as error:  # the others continue
                 outputs.append(self._fail(running, _explain(error)))
@@ -404,7 +419,7 @@ class Engine:
         request.output_token_ids.append(token)
         constraint, reason = request.constraint, None
         if constraint is not None and not constraint.accept(token):
-            return self._fail(running, "the JSON schema has come to where nothing can follow; make it less strict")
+            return self._fail(running, NOTHING_FOLLOWS)
         ends = token in request.stop_ids
         if ends or (constraint is not None and constraint.complete):
             reason = "stop"

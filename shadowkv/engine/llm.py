@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from numbers import Integral
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
 from shadowkv.engine.answer_text import AnswerText
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, interrupts_deferred
-from shadowkv.engine.outputs import RequestOutput, TokenLogprobs, TokenSelections
-from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.outputs import TextOutput, TokenOutput
+from shadowkv.engine.request import Request
+from shadowkv.engine.results import CompletionOutput, RequestOutput
+from shadowkv.engine.sampling_params import SamplingParams, choice_seed
 from shadowkv.engine.warmup import warm_up
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.wording import counted
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+PROMPT_KINDS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 @dataclass
-class Completion:
-    """One prompt's answer."""
+class _Choice:
+    """One of the answers to a prompt on its way."""
 
-    prompt_token_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    selections: list[TokenSelections | None] = field(default_factory=list)
-
-    def add(self, output: RequestOutput) -> None:
-        """Adds what came next."""
-        self.text += output.text
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or []
-        self.selections += output.selections or []
-        self.finish_reason, self.cached_tokens = output.finish_reason, output.cached_tokens
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+    request: Request
+    index: int
+    text: AnswerText
+    of: RequestOutput
 
 
 class LLM:
@@ -48,13 +49,18 @@ class LLM:
     Args:
         model: name, Hugging Face directory or hub id, or ``.gguf`` file.
         options: any field of ``EngineConfig``, for example ``kv="shadowkv"``.
+
+    Raises TypeError for an option that there is not; else as ``Engine``.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        if unknown := [name for name in options if name not in EngineConfig.names()]:
+            raise TypeError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(EngineConfig.names())}")
         self.engine = Engine(EngineConfig(model=model, **options))
         warm_up(self.engine)
-        self.tokenizer = self.engine.tokenizer
+        self._tokenizer = self.engine.tokenizer
         self._numbers = itertools.count()
+        self._arrived: dict[str, deque[TokenOutput]] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -69,65 +75,197 @@ class LLM:
         with interrupts_deferred():
             self.engine.close()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
     def generate(
         self,
-        prompts: Iterable[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[Completion]:
-        """Answers to ``prompts`` (texts or token ids), in order; ``params`` for all of them, or one each. Without any,
-        they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
+    ) -> list[RequestOutput]:
+        """Answers to ``prompts``, one or several, in order; ``sampling_params`` for all of them, or one each. Without
+        any, they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
 
         ``use_tqdm`` shows a bar on stderr, with tokens per second.
 
-        Raises RequestError, before anything runs, for a prompt that could never be served, and RuntimeError for one
-        that failed on the way. Ctrl-C ends them all between two steps; the engine can be used again.
+        Raises, before anything runs, TypeError for what is no prompt or no SamplingParams and RequestError for a prompt
+        that could never be served; and RuntimeError for one that failed on the way. Ctrl-C ends them all between two
+        steps; the engine can be used again.
         """
-        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams(**self.engine.sampling_defaults)] * len(ids)
-        requests = [
-            self.engine.request(f"prompt-{next(self._numbers)}", tokens, request_params)
-            for tokens, request_params in zip(ids, params, strict=True)
-        ]
-        answers = {request.request_id: Completion(request.prompt_token_ids) for request in requests}
-        texts = {request.request_id: AnswerText(self.tokenizer, request.params) for request in requests}
-        with interrupts_deferred() as interruptible:
-            try:
-                for request in requests:
-                    self.engine.add(request)
-                self._run(answers, texts, use_tqdm, interruptible)
-            except BaseException:
-                for name in answers:
-                    self.engine.abort(name)
-                raise
-        return list(answers.values())
+        choices = self._choices(_prompts(prompts), sampling_params)
+        tokens, began = 0, monotonic()
+        answers = list({choice.of.request_id: choice.of for choice in choices}.values())
+        with (
+            interrupts_deferred() as interruptible,
+            closing(self._run(choices, interruptible)) as outputs,
+            tqdm(total=len(answers), unit="prompt", disable=not use_tqdm) as bar,
+        ):
+            for choice, output in outputs:
+                choice.of.add(choice.index, output, self._tokenizer)
+                tokens += len(output.token_ids)
+                if choice.of.finished:
+                    bar.set_postfix_str(f"{tokens / (monotonic() - began):.1f} tokens/s", refresh=False)
+                    bar.update()
+        return answers
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """The same answers as they are generated: every output has what is new of one answer, whose ``text`` may be
+        empty, as vLLM's ``RequestOutputKind.DELTA``. Raises as ``generate`` does; closing the iterator ends them all.
+        """
+        return self._stream(self._choices(_prompts(prompts), sampling_params))
+
+    def _stream(self, choices: list[_Choice]) -> Iterator[RequestOutput]:
+        unfinished = {choice.of.request_id: len(choice.of.outputs) for choice in choices}
+        outputs = self._run(choices, lambda: None)
+        try:
+            while True:
+                with interrupts_deferred():  # a Ctrl-C takes effect between two outputs
+                    following = next(outputs, None)
+                if following is None:
+                    return
+                choice, output = following
+                answer = choice.of
+                what = answer.request_id, answer.prompt, answer.prompt_token_ids
+                piece = RequestOutput(*what, [CompletionOutput(choice.index)])
+                piece.add(0, output, self._tokenizer)
+                unfinished[answer.request_id] -= piece.finished
+                piece.finished = not unfinished[answer.request_id]
+                yield piece
+        finally:
+            with interrupts_deferred():
+                outputs.close()
 
     def chat(
-        self, messages: list[dict[str, str]], params: SamplingParams | None = None, use_tqdm: bool = True
-    ) -> Completion:
-        """The answer to one conversation, through the model's chat template."""
-        prompt = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        return self.generate([prompt], params, use_tqdm)[0]
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to a conversation or to several, through the model's chat template, which gets ``tools`` and
+        ``chat_template_kwargs``. Special tokens in the texts of messages are plain text.
+
+        Raises TypeError for what is no conversation, ValueError where the template refuses one, and what ``generate``
+        raises.
+        """
+        prompts = [
+            self._tokenizer.encode_chat(chat, add_generation_prompt, tools=tools, **(chat_template_kwargs or {}))
+            for chat in _conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _choices(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Choice]:
+        choices = []
+        all_params = self._params(len(prompts), sampling_params)
+        for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+            text, tokens = self._read(prompt, f"prompts[{number}]")
+            name, several = f"prompt-{next(self._numbers)}", params.n > 1
+            answer = RequestOutput(name, text, tokens, [CompletionOutput(index) for index in range(params.n)])
+            for index in range(params.n):
+                seed = None if params.seed is None else choice_seed(params.seed, index)
+                request = self.engine.request(
+                    f"{name}-{index}" if several else name, tokens, replace(params, n=1, seed=seed)
+                )
+                choices.append(_Choice(request, index, AnswerText(self._tokenizer, request.params), answer))
+        return choices
+
+    def _params(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
+        if given is None:
+            given = SamplingParams(**self.engine.sampling_defaults)
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, and is {_kind(given)}")
+        if len(given) != count:
+            raise ValueError(f"sampling_params has {len(given)} for {counted(count, 'prompt')}: pass one, or one each")
+        return given
+
+    def _read(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it was given as such, and its token ids; raises TypeError."""
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+                raise TypeError(f"{name} must be {PROMPT_KINDS}, and is an object with {', '.join(map(repr, prompt))}")
+            ((key, value),) = prompt.items()
+            name, prompt = f"{name}[{key!r}]", value
+            if isinstance(prompt, str) != (key == "prompt"):
+                wanted = "a text" if key == "prompt" else "token ids"
+                raise TypeError(f"{name} must be {wanted}, and is {_kind(prompt)}")
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise TypeError(f"{name} must be {PROMPT_KINDS}, and is {_kind(prompt)}")
+        tokens: list[Any] = list(prompt)
+        for token in tokens:
+            if not isinstance(token, Integral) or isinstance(token, bool):
+                raise TypeError(f"{name} must be {PROMPT_KINDS}, and has {_kind(token)} in it")
+        return None, [int(token) for token in tokens]  # plain ones, of NumPy's too
 
     def _run(
-        self,
-        answers: dict[str, Completion],
-        texts: dict[str, AnswerText],
-        use_tqdm: bool,
-        interruptible: Callable[[], None],
-    ) -> None:
-        tokens, began = 0, monotonic()
-        with tqdm(total=len(answers), unit="prompt", disable=not use_tqdm) as bar:
-            while self.engine.has_work:
+        self, choices: list[_Choice], interruptible: Callable[[], None]
+    ) -> Generator[tuple[_Choice, TextOutput], None, None]:
+        """Runs requests to their ends, beside those of streams that are open; what is left when it is closed is
+        aborted. ``interruptible`` is called where it may raise."""
+        left = {choice.request.request_id: choice for choice in choices}
+        names = list(left)
+        try:
+            for name, choice in left.items():
+                self._arrived[name] = deque()
+                self.engine.add(choice.request)
+            while left:
                 interruptible()
-                for step in self.engine.step():
-                    output = texts[step.request_id].read([step])
-                    if output.error is not None:
-                        raise RuntimeError(f"{output.request_id}: {output.error}")
-                    answers[output.request_id].add(output)
-                    tokens += len(output.token_ids)
-                    if output.finish_reason is not None:
-                        self.engine.stop(output.request_id)  # at a stop string
-                        bar.set_postfix_str(f"{tokens / (monotonic() - began):.1f} tokens/s", refresh=False)
-                        bar.update()
+                if not any(self._arrived[name] for name in left):
+                    self._step()
+                for name, choice in list(left.items()):
+                    while name in left and self._arrived[name]:
+                        output = choice.text.read([self._arrived[name].popleft()])
+                        if output.error is not None:
+                            raise RuntimeError(f"{name}: {output.error}")
+                        if output.finish_reason is not None:
+                            self.engine.stop(name)  # at a stop string
+                            del left[name]
+                        yield choice, output
+        finally:
+            for name in names:
+                self.engine.abort(name)
+                self._arrived.pop(name, None)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._arrived:
+                self._arrived[output.request_id].append(output)
+
+
+def _prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list; raises TypeError."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be {PROMPT_KINDS}, or a list of such prompts, and is {_kind(prompts)}")
+    several = list(prompts)
+    return [several] if several and all(isinstance(token, Integral) for token in several) else several
+
+
+def _conversations(messages: Any) -> list[Messages]:
+    """One conversation or several, as a list; raises TypeError."""
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        if messages and all(isinstance(turn, Mapping) for turn in messages):
+            return [messages]
+        if all(isinstance(chat, Sequence) and all(isinstance(turn, Mapping) for turn in chat) for chat in messages):
+            return list(messages)
+    wanted = "a list of {'role': …, 'content': …}, or a list of such lists"
+    raise TypeError(f"messages must be {wanted}, and is {_kind(messages)}")
+
+
+def _kind(value: object) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+NOTHING_FOLLOWS = "the JSON schema or grammar has come to where nothing can follow; make it less strict"
+"""The error of a request whose rules end nowhere: its own, unlike all others."""
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
@@ -81,6 +84,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         logprobs: one per new token, if requested.
         prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
         selections: what each new token attended to, if requested; None for the first, which prefill chose.
+        prefilled: tokens of the prompt that are in the cache, found there or computed, if requested: on outputs without
+            tokens while the prompt is computed, and on that of the first token.
     """
 
     request_id: str
@@ -95,17 +100,18 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     selections: list[TokenSelections | None] | None = None
+    prefilled: int | None = None
 
 
 @dataclass
-class RequestOutput:
+class TextOutput:
     """What was added to a request since the last such output, by one step or by several.
 
     Attributes:
         text: the new text (may be empty while a character or a stop string is incomplete).
         stop_string: the request's stop string that ended the text, on the last output, if one did.
         token_ids, logprobs, finish_reason, error, prompt_tokens, completion_tokens, cached_tokens, times,
-            prompt_logprobs, selections: as in ``TokenOutput``.
+            prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
     """
 
     request_id: str
@@ -121,3 +127,9 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_string: str | None = None
     selections: list[TokenSelections | None] | None = None
+    prefilled: int | None = None
+
+    @property
+    def is_progress(self) -> bool:
+        """Whether it says only how far the prompt has come."""
+        return self.prefilled is not None and not self.token_ids and self.finish_reason is None

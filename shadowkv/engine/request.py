@@ -104,9 +104,10 @@ class RequestLimits:
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < self.vocab_size:
                     raise RequestError(f"token id {token} is not in this model's vocabulary of {self.vocab_size}", name)
-        if params.json_schema is not None and (params.min_tokens or params.ignore_eos):
+        if params.rules is not None and (params.min_tokens or params.ignore_eos):
             raise RequestError(
-                "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
+                "a JSON schema or grammar says where the output ends: no min_tokens or ignore_eos with it",
+                "response_format",
             )
         prompt_tokens, max_tokens = len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params)
         if not prompt_tokens:

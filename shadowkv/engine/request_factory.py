@@ -42,6 +42,7 @@ class RequestFactory:
         origin: Origin,
     ) -> None:
         self._config, self._scheduler, self._origin = config, scheduler, origin
+        self._random = random.Random(config.seed)
         self.limits = RequestLimits(vocab_size, scheduler.cache.max_model_len, config.default_max_tokens)
         self.stop_ids = frozenset(token for token in stops if token < vocab_size)
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self.stop_ids)
@@ -61,11 +62,11 @@ class RequestFactory:
         self._scheduler.check_memory(len(prompt_token_ids), max_tokens)
         seed = params.seed
         if seed is None:  # greedy answers are repeatable by default, although the tokens they attend to are sampled too
-            seed = random.getrandbits(64) if params.temperature > COLDEST else 0
+            seed = self._random.getrandbits(64) if params.temperature > COLDEST else 0
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
-        if params.json_schema is not None:
-            constraint = self.grammars.constraint(params.json_schema, params.json_one_line)
+        if params.rules is not None:
+            constraint = self.grammars.constraint(params.rules, params.json_one_line)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self._config.enable_prefix_caching and params.cache_prompt:
             prompt = self._prompt(prompt_token_ids, params.cache_salt)

@@ -6,13 +6,18 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shadowkv.field_types import wrong_types
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        max_tokens: most tokens to generate; None means the server's default, 0 only scores the prompt.
+        n: answers to a prompt, of which ``LLM`` asks the engine for each by itself; those of a seeded request have the
+            seeds of ``choice_seed``.
+        max_tokens: most tokens to generate; None means the engine's default (``default_max_tokens``), 0 only scores the
+            prompt.
         min_tokens: tokens before which no end token is chosen.
         temperature: 0 is greedy.
         top_p, top_k, min_p: candidates kept: smallest set of mass ``top_p``, the ``top_k`` most likely (0 is all),
@@ -21,27 +26,32 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once, and once per
             occurrence.
         logit_bias: added to the logits, by token id.
-        stop: strings that end the text and are not part of it.
+        stop: strings that end the text and are not part of it; a single one, and a list, become a tuple.
         stop_token_ids: tokens that end the text, besides the model's own.
         ignore_eos: go on after the model's end tokens.
         seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
             those that sample attention's tokens; None is a random one, or 0 where decoding is greedy.
             ``docs/design/server.md`` says what is repeatable.
         json_schema: JSON schema (as JSON text) that the output must follow; ``{}`` is any JSON.
+        grammar: other rules that the output must follow, as ``grammar_text`` writes them.
         json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
         skip_special_tokens: leave special tokens out of the text.
         logprobs: alternatives to report per token, 0 is only the chosen one; None is off.
         prompt_logprobs: the same for the prompt's tokens.
-        return_selections: whether to report what each token attended to (``RequestOutput.selections``). On a GPU,
+        return_selections: whether to report what each token attended to (``CompletionOutput.selections``). On a GPU,
             steps of a batch with such a request are not CUDA graphs, which takes longer.
+        return_progress: whether to report, while the prompt is computed, how much of it is
+            (``TextOutput.prefilled``).
         cache_prompt: whether its prefixes are looked up in the prefix cache, and it is kept there.
         cache_salt: prompts with other salts share nothing with this one.
 
     Raises:
+        TypeError: a value is of another type; the message lists every one.
         ValueError: a value is out of range; the message lists every one.
     """
 
-    max_tokens: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -56,19 +66,28 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     json_schema: str | None = None
+    grammar: str | None = None
     json_one_line: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_selections: bool = False
+    return_progress: bool = False
     cache_prompt: bool = True
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        # A text is a sequence of texts, too, of one letter each.
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        if wrong := wrong_types(self):
+            raise TypeError("; ".join(wrong))
         least = 1 if self.prompt_logprobs is None else 0
         bad = [
             f"{name}={getattr(self, name)} must be {rule}"
             for name, fine, rule in (
+                ("n", self.n >= 1, "at least 1"),
                 ("max_tokens", self.max_tokens is None or self.max_tokens >= least, f"at least {least}"),
                 (
                     "min_tokens",
@@ -83,7 +102,8 @@ class SamplingParams:
                 ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
                 ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
                 ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
-                ("stop", all(self.stop), "free of empty strings"),
+                ("grammar", self.grammar is None or self.json_schema is None, "left out with json_schema"),
+                ("stop", all(isinstance(text, str) and text for text in self.stop), "strings, none of them empty"),
                 ("cache_salt", self.cache_salt != "", "a string that is not empty"),
                 ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
                 ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20"),
@@ -102,8 +122,13 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
-            or self.json_schema is not None
+            or self.rules is not None
         )
+
+    @property
+    def rules(self) -> str | None:
+        """What the output must follow: a JSON schema or a grammar."""
+        return self.json_schema if self.grammar is None else self.grammar
 
 
 def choice_seed(seed: int, choice: int) -> int:

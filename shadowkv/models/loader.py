@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shadowkv.load_settings import DTYPES, LOAD_FORMATS, QUANTIZATIONS
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
+from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
@@ -29,7 +31,7 @@ from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.sharding import Shard
-from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve
+from shadowkv.models.sources import HUB, Hub, adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.quantised.rows import Form
@@ -68,9 +70,10 @@ def load_config(
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    hub: Hub = HUB,
 ) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
-    return load_plan(source, max_model_len, hf_overrides, quantization)[0]
+    return load_plan(source, max_model_len, hf_overrides, quantization, hub)[0]
 
 
 def load_plan(
@@ -78,21 +81,28 @@ def load_plan(
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    hub: Hub = HUB,
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
 
     Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, and those of GGUF dequantised.
     """
-    path, format = resolve(source, weights=False), None
-    if path.suffix == ".gguf":
-        config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
-    else:
-        config, format = config_from_directory(path, max_model_len, hf_overrides)
+    path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     forms = storage.planned_forms(config, format, quantization)
     if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
         with naming(path, OTHER_MODEL):
             return replace(config, quantization="fp8"), {}
     return config, forms
+
+
+def _stated_by(
+    source: str | Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, hub: Hub
+) -> tuple[Path, ModelConfig, Format | None]:
+    """Where a source's config is, what it says, and the format that its weights are in."""
+    path = resolve(source, weights=False, hub=hub)
+    if path.suffix == ".gguf":
+        return path, config_from_gguf(GGUFFile(path), max_model_len, hf_overrides), None
+    return path, *config_from_directory(path, max_model_len, hf_overrides)
 
 
 def plan_on(
@@ -116,6 +126,8 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     group: Group = ALONE,
+    hub: Hub = HUB,
+    tokenizer: str | Path | None = None,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of it.
 
@@ -132,6 +144,8 @@ def load_model(
             the GPU has arithmetic for them. A name of ``SHAPES`` is the form of random weights; with files it has to be
             the method that these are quantised with.
         group: the ranks that the model is split across.
+        hub: what of the hub is used, where ``source`` is an id there.
+        tokenizer: a source whose tokenizer is used instead of the model's own.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -144,8 +158,7 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name, device = _name(source), torch.device(device)
-    weights_dtype = _dtype(dtype, device)
-    adapter = _adapter(source, adapter, load_format)
+    weights_dtype, adapter = _dtype(dtype, device), _adapter(source, adapter, load_format)
     check_quantization(quantization, device, weights_dtype)  # before anything is fetched or read
 
     def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
@@ -153,32 +166,36 @@ def load_model(
         return replace(config, quantization="fp8") if in_fp8 else config
 
     if load_format == "dummy":
-        plan = load_plan(source, max_model_len, hf_overrides, quantization)
-        return _dummy(*plan_on(device, weights_dtype, *plan), weights_dtype, device, group, name)
+        config, forms = plan_on(
+            device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub)
+        )
+        read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
+        return _dummy(config, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        _, format = config_from_directory(resolve(source, weights=False), max_model_len, hf_overrides)
+        _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
-    path = resolve(source, weights=True)
+    path = resolve(source, weights=True, hub=hub)
     sampling = read_sampling(path) if path.is_dir() else {}
-    if path.suffix == ".gguf":
-        files = _gguf(path, _stated(source), max_model_len, hf_overrides, runnable)
-    else:
-        files = _directory(path, max_model_len, hf_overrides, runnable)
+    read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
+    files = read(path, max_model_len, hf_overrides, runnable)
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
-    return _load(files, path, adapter, sampling, weights_dtype, device, group, name)
+    tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
+    shard = Shard(files.config, group.rank, group.size)
+    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group)
+    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
 
 
 def _load(
     files: _Files,
     path: Path,
     adapter: str | Path | None,
-    sampling: Mapping[str, float],
     dtype: torch.dtype,
     device: torch.device,
+    shard: Shard,
     group: Group,
-    name: str,
-) -> LoadedModel:
+) -> tuple[Decoder, tuple[str, ...]]:
+    """A rank's part of a model, and what was done to weights that the user may not expect, one line each."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
     stay = config.quantization is None
     forms = {weight: form for weight, form in files.forms.items() if stay and storage.keeps(form, device)}
@@ -193,18 +210,21 @@ def _load(
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
-    shard = Shard(config, group.rank, group.size)
     runs = stored_runs(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
-    # A progress bar, if the output is a terminal.
-    fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
+    fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
     if stay:
         others = {weight: form for weight, form in files.forms.items() if not storage.keeps(form, device)}
         notes += storage.dequantised(others, shapes, dtype, device)
     elif files.method is not None:
         notes += storage.in_fp8(files.forms, quantised(model, targets))
-    return LoadedModel(config, shard, model, files.tokenizer, name, tuple(notes), sampling)
+    return model, tuple(notes)
+
+
+def _with_a_bar(tensors: Iterator[tuple[str, Stored]], count: int) -> Iterator[tuple[str, Stored]]:
+    """``tensors``, with a progress bar if the output is a terminal."""
+    return iter(tqdm(tensors, "loading weights", count, unit="tensor", leave=False, disable=None))
 
 
 def load_tokenizer(
@@ -213,15 +233,22 @@ def load_tokenizer(
     load_format: str = "auto",
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
+    hub: Hub = HUB,
+    tokenizer: str | Path | None = None,
 ) -> Tokenizer:
     """The tokeniser that ``load_model`` gives, without reading the weights beside it; raises as that does."""
-    if load_format == "dummy":
-        config = load_config(source, max_model_len, hf_overrides)
+    _, config, _ = _stated_by(source, max_model_len, hf_overrides, hub)
+    own = None if load_format == "dummy" else source
+    return _tokenizer(own if tokenizer is None else tokenizer, config, hub)
+
+
+def _tokenizer(source: str | Path | None, config: ModelConfig, hub: Hub) -> Tokenizer:
+    """The tokenizer of a source, for a model of ``config``; without one a token is a byte, as random weights need."""
+    if source is None:
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
-    path = resolve(source, weights=True)  # one file with them, in a GGUF
+    path = resolve_tokenizer(source, hub)
     if path.suffix == ".gguf":
-        return tokenizer_from_gguf(GGUFFile(path), load_config(source, max_model_len, hf_overrides).eos_token_ids)
-    config, _ = config_from_directory(path, max_model_len, hf_overrides)
+        return tokenizer_from_gguf(GGUFFile(path), config.eos_token_ids)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
 
 
@@ -249,14 +276,15 @@ def _dummy(
     device: torch.device,
     group: Group,
     name: str,
+    tokenizer: Callable[[], Tokenizer],
 ) -> LoadedModel:
-    """A model of random weights, whose tokens are bytes."""
+    """A model of random weights."""
     shard = Shard(config, group.rank, group.size)
     runs = storage.planned_runs(shard, forms, dtype)
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)
-    return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+    return LoadedModel(config, shard, model, tokenizer(), name)
 
 
 @dataclass(frozen=True)
@@ -264,6 +292,7 @@ class _Files:
     """What a model's files say, before any weight is read.
 
     Attributes:
+        tokenizer: reads it.
         shapes: of all weights, by their names in the files.
         tensors: the weights, read one after another.
         forms: of weights that are quantised, by their names.
@@ -272,7 +301,7 @@ class _Files:
     """
 
     config: ModelConfig
-    tokenizer: Tokenizer
+    tokenizer: Callable[[], Tokenizer]
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Stored]]
     forms: Mapping[str, Form] = field(default_factory=dict)
@@ -282,10 +311,10 @@ class _Files:
 
 def _gguf(
     path: Path,
-    stated: Path | None,
     max_model_len: int | None,
     hf_overrides: Mapping[str, Any] | None,
     runnable: Runnable,
+    stated: Path | None,
 ) -> _Files:
     """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
@@ -293,7 +322,7 @@ def _gguf(
         config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})
     else:
         config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0], {})
-    tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
+    tokenizer = partial(tokenizer_from_gguf, file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
 
@@ -301,7 +330,7 @@ def _directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
 ) -> _Files:
     config, format = config_from_directory(path, max_model_len, hf_overrides)
-    tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+    tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
         plain = SafetensorsWeights(path)
         return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream())

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.checkpoints.files import (
+    OTHER_MODEL,
+    ModelFileError,
+    in_words,
+    is_there,
+    read_json,
+    unsupported,
+)
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.registry import format_of
 from shadowkv.models.families.registry import FAMILIES
@@ -75,8 +82,8 @@ def _read(file: Path, name: str, stated: Any, model_type: Any, writer: str | Non
         reasons = [f"the weights are quantised {how}: {error}"]
     remedy = REMEDY
     if model_type not in FAMILIES:
-        reasons.append(f"model_type {str(model_type)[:60]!r} is not supported, only {', '.join(FAMILIES)}")
-        remedy = "use another model"
+        reasons.append(unsupported("model_type", str(model_type), FAMILIES))
+        remedy = OTHER_MODEL
     if reasons:
         raise ModelFileError(file, in_words(reasons), remedy)
     return format

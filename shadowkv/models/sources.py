@@ -11,9 +11,10 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from shadowkv.models.checkpoints.files import check_regular, is_there
+from shadowkv.models.checkpoints.files import ALIKE, check_regular, is_there
 from shadowkv.models.quantization import SEPARATE_FILES
 from shadowkv.wording import SettingsError
 
@@ -21,6 +22,25 @@ _CONFIGS = Path(__file__).parent / "catalogue"
 _ADAPTERS = Path(__file__).parent / "adapters"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]
+_TOKENIZER_FILES = ["*.json", "*.jinja"]
+_ALL_FILES = ["*.safetensors", *_TOKENIZER_FILES]
+"""Never pickled files: they can run code."""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """What of the hub is used.
+
+    Attributes:
+        revision: branch, tag or commit of a model's repository; None is its main branch.
+        download_dir: where files are kept; None is the hub's own cache.
+    """
+
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+HUB = Hub()
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,14 @@ CATALOGUE: dict[str, WheelFile | Adapted | None] = {
     "llama-3.1-8b": None,
     "llama-3.1-70b": None,
     "llama-3-8b-1m": None,
+    "llama-3.2-1b": None,
+    "llama-3.2-3b": None,
+    "mistral-7b-v0.3": None,
+    "mistral-nemo-12b": None,
+    "qwen3-4b-2507": None,
+    "qwen3-8b": None,
+    "qwen3-14b": None,
+    "qwen3-32b": None,
     "glm-4-9b-1m": None,
     "yi-9b-200k": None,
     "phi-3-mini-128k": None,
@@ -137,7 +165,7 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def resolve(source: str | Path, *, weights: bool) -> Path:
+def resolve(source: str | Path, *, weights: bool, hub: Hub = HUB) -> Path:
     """A .gguf file, a directory, or the .json config of a catalogue model that has only that.
 
     Args:
@@ -159,10 +187,18 @@ def resolve(source: str | Path, *, weights: bool) -> Path:
     if path.is_file():
         raise FileNotFoundError(f"{path} is neither a directory nor a .gguf file")
     if is_hub_id(source):
-        return _from_hub(name, weights)
+        return _from_hub(name, _ALL_FILES if weights else _CONFIG_FILES, hub)
     raise FileNotFoundError(
         f"{name!r} is no directory, no .gguf file, no hub id (org/name) and no known name ({', '.join(CATALOGUE)})"
     )
+
+
+def resolve_tokenizer(source: str | Path, hub: Hub) -> Path:
+    """The .gguf file or the directory that holds a tokenizer; of the hub no weights are fetched. Raises as
+    ``resolve``."""
+    if is_hub_id(source):
+        return _from_hub(str(source), _TOKENIZER_FILES, hub)
+    return resolve(source, weights=True, hub=hub)
 
 
 def is_hub_id(source: str | Path) -> bool:
@@ -171,16 +207,18 @@ def is_hub_id(source: str | Path) -> bool:
     return bool(_HUB_ID.match(name)) and name not in CATALOGUE and path.suffix != ".gguf" and not path.exists()
 
 
-def _from_hub(name: str, weights: bool) -> Path:
+def _from_hub(name: str, patterns: list[str], hub: Hub) -> Path:
     from huggingface_hub import snapshot_download
 
-    # Never pickled files: they can run code.
-    patterns = ["*.safetensors", "*.json", "*.jinja"] if weights else _CONFIG_FILES
+    revision, folder = hub.revision, hub.download_dir
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
     except Exception as error:
-        reason = _reason(error)
-        raise OSError(f"{name!r} is no local path, and the hub did not deliver it: {reason}") from error
+        reason = f"{name!r} is no local path, and the hub did not deliver it: {_reason(error)}"
+        # Its end is a version's or a purpose's: Llama-3.2-3B-Instruct is llama-3.2-3b in the catalogue.
+        near = get_close_matches(name.rpartition("/")[2].lower(), CATALOGUE, 1, ALIKE)
+        hint = f"; for a plan, the config of {near[0]!r} is known here" if near else ""
+        raise OSError(f"{reason}{hint}") from error
 
 
 def _reason(error: Exception) -> str:

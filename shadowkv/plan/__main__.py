@@ -19,25 +19,29 @@ from shadowkv.engine.config import (
 )
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH
-from shadowkv.load_settings import OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
+from shadowkv.kvcache.traffic import HIT_RATE
+from shadowkv.load_settings import DTYPES, OVERRIDES_HELP, QUANTIZATIONS, parse_count, parse_overrides
+from shadowkv.plan.cards import CARDS
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
 
-GPU_MEMORY_GIB = 139.0
-"""Memory of an H200."""
+DOES_NOT_FIT = 1
+"""Exit code where not one sequence fits with some policy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan; returns the exit code."""
     args = _parse(argv)
     try:
-        print(_run(args))
+        text, missing = _run(args)
+        print(text)
+        for line in missing:
+            print(f"does not fit: {line}", file=sys.stderr)
+        return DOES_NOT_FIT if missing else 0
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {one_line(error, max_model_len='--context')}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,9 +52,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=DEFAULT_MODEL,
         help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)",
     )
-    add("--context", type=int, required=True, metavar="TOKENS", help="of every sequence, prompt and output together")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
-    add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+    add(
+        "--context",
+        type=parse_count,
+        required=True,
+        metavar="TOKENS",
+        help="of every sequence, prompt and output together",
+    )
+    add("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16")
+    add("--quantization", "-q", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
@@ -78,6 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     many = parser.add_argument_group("more than one GPU")
     many.add_argument(
         "--tensor-parallel-size",
+        "-tp",
         "--gpus",
         type=int,
         default=1,
@@ -85,25 +96,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="GPUs that the model is cut up for; figures are the first one's (default: %(default)s)",
     )
     many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
-    machine = parser.add_argument_group("machine; defaults were measured on an H200")
+    machine = parser.add_argument_group("machine")
+    text = "whose memory and bandwidths these are; measured on an H200, for others by data sheet (default: %(default)s)"
+    machine.add_argument("--gpu", type=str.lower, choices=CARDS, default="h200", help=text)
     for flag, default, unit, text in (
-        ("--gpu-memory-gib", GPU_MEMORY_GIB, "GIB", "device memory (default: %(default)s)"),
+        ("--gpu-memory-gib", None, "GIB", "device memory (default: that of --gpu)"),
         ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),
         ("--host-memory-gib", None, "GIB", "pinned host memory for values (default: as much as the batch needs)"),
         ("--kv-offload-gib", 0.0, "GIB", "besides, for copies of cached prompts (default: none)"),
-        ("--device-bandwidth-tbs", DEVICE_BANDWIDTH / 1e12, "TB/S", "reads of device memory (default: %(default)s)"),
-        (
-            "--host-bandwidth-gbs",
-            HOST_BANDWIDTH / 1e9,
-            "GB/S",
-            "reads of host memory by the GPU (default: %(default)s)",
-        ),
+        ("--device-bandwidth-tbs", None, "TB/S", "reads of device memory (default: those of --gpu)"),
+        ("--host-bandwidth-gbs", None, "GB/S", "reads of host memory by the GPU (default: those of --gpu)"),
     ):
         machine.add_argument(flag, type=float, default=default, metavar=unit, help=text)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    card = CARDS[args.gpu]
+    for name, value in (
+        ("gpu_memory_gib", card.memory_gib),
+        ("device_bandwidth_tbs", card.device_bandwidth_tbs),
+        ("host_bandwidth_gbs", card.host_bandwidth_gbs),
+    ):
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    return args
 
 
-def _run(args: argparse.Namespace) -> str:
+def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The plan, and a line for each policy with which not one sequence fits."""
     _check(args)  # errors that are cheap to find, before PyTorch is imported
 
     import torch
@@ -111,7 +128,7 @@ def _run(args: argparse.Namespace) -> str:
     from shadowkv.models.loader import load_plan
     from shadowkv.models.sharding import Shard
     from shadowkv.plan.planner import Machine, Planner
-    from shadowkv.plan.report import as_json, as_text
+    from shadowkv.plan.report import as_json, as_text, missing
 
     config, forms = load_plan(args.model, args.context, args.hf_overrides, args.quantization)
     machine = Machine(
@@ -127,8 +144,10 @@ def _run(args: argparse.Namespace) -> str:
     planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
     plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
     if args.json:
-        return json.dumps(as_json(args.model, planner, plans), indent=2)
-    return as_text(args.model, planner, plans)
+        text = json.dumps(as_json(args.model, planner, plans), indent=2)
+    else:
+        text = as_text(args.model, planner, plans)
+    return text, missing(planner, plans)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -20,6 +20,9 @@ from shadowkv.models.storage import planned_runs
 from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
+MOST_GPUS = 64
+"""As many as ``Planner.gpus_needed`` tries."""
+
 
 @dataclass(frozen=True)
 class SequenceBytes:
@@ -78,6 +81,8 @@ class Plan:
         equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
         single: floor of a step with one sequence.
         largest: floor of a step with the largest batch; None if not even one sequence fits.
+        gpus_needed: GPUs, of each replica, on which one sequence fits: as many as were planned with, or a power of two;
+            None where more than ``MOST_GPUS`` would be needed, or more host memory.
     """
 
     kv: str
@@ -90,6 +95,7 @@ class Plan:
     equivalent_bandwidth_tbs: float
     single: StepFloor
     largest: StepFloor | None
+    gpus_needed: int | None
 
 
 class Planner:
@@ -145,12 +151,8 @@ class Planner:
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
-        machine, shape = self.machine, self.config.shape
-        layout = Layout(self.shard.policy(spec), shape, self.dtype, self.context, self.fetch_buffer)
-        need = sequence_bytes(layout, self.context)
-        host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
-        offload = machine.kv_offload_gib > 0
-        batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
+        machine, shape, layout = self.machine, self.config.shape, self._layout(spec)
+        need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
         what = layout, self.context, self.hit_rate
         reads, device_bandwidth = step_reads(layout.main, *what[1:]), machine.device_bandwidth_tbs * 1e12
         attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
@@ -172,7 +174,31 @@ class Planner:
             full_kv / attention / 1e12,
             floor(1),
             floor(batch.both) if batch.both else None,
+            self.shard.size if batch.both else None if batch.device else self._gpus_needed(spec),
         )
+
+    def _layout(self, spec: KVSpec) -> Layout:
+        return Layout(self.shard.policy(spec), self.config.shape, self.dtype, self.context, self.fetch_buffer)
+
+    def _largest_batch(self, layout: Layout) -> LargestBatch:
+        machine = self.machine
+        host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
+        offload = machine.kv_offload_gib > 0
+        return largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
+
+    def _gpus_needed(self, spec: KVSpec) -> int | None:
+        size = 2
+        while size <= MOST_GPUS:
+            if size > self.shard.size:
+                try:
+                    shard = Shard(self.shard.whole, 0, size)
+                    other = Planner(shard, self.dtype, self.context, self.machine, self.hit_rate, self.fetch_buffer)
+                    if other._largest_batch(other._layout(spec)).both:
+                        return size
+                except ValueError:  # it cannot be cut up for so many
+                    return None
+            size *= 2
+        return None
 
     def _full_bytes(self) -> int:
         full = Layout(KVSpec(), self.config.shape, self.dtype, self.context)

@@ -58,6 +58,26 @@ def _dequantised(planner: Planner) -> list[str]:
     ]
 
 
+def missing(planner: Planner, plans: Sequence[Plan]) -> list[str]:
+    """For each policy with which not one sequence fits, what it takes."""
+    lines = []
+    for plan in plans:
+        if plan.largest_batch.both:
+            continue
+        gpus = counted(planner.shard.size, "GPU")
+        said = f"{plan.kv}: not one sequence of {counted(planner.context, 'token')} on {gpus} of "
+        said += f"{planner.machine.gpu_memory_gib:g} GiB"
+        if plan.gpus_needed is not None:
+            said += f"; it takes {plan.gpus_needed}: --tensor-parallel-size {plan.gpus_needed}"
+        elif plan.largest_batch.device:
+            said += f" with --host-memory-gib {planner.machine.host_memory_gib:g}"
+            said += f"; it takes {plan.sequence_bytes.host / GIB:.1f} GiB of host memory"
+        else:
+            said += ", nor on more of them"
+        lines.append(said)
+    return lines
+
+
 def _ranks(planner: Planner) -> list[str]:
     size, replicas = planner.shard.size, planner.replicas
     if size == replicas == 1:
@@ -142,4 +162,5 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
         "equivalent_bandwidth_tbs": plan.equivalent_bandwidth_tbs,
         "floor_batch_1": asdict(plan.single),
         "floor_largest_batch": None if plan.largest is None else asdict(plan.largest),
+        "gpus_needed": plan.gpus_needed,
     }

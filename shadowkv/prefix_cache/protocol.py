@@ -19,7 +19,10 @@ SNAPSHOT_NAME = f"[0-9a-f]{{{2 * LINK_BYTES}}}"
 SAVE_NAME = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of what a prompt may be saved as: also valid as a file name, and leads out of no directory."""
 
-_SNAPSHOT_NAME, _SAVE_NAME = re.compile(SNAPSHOT_NAME), re.compile(SAVE_NAME)
+KEPT_NAME = f"(?:[0-9a-f]{{16}}[.])?{SAVE_NAME}"
+"""Regular expression of the name on the disk: where a server has several API keys, a key's digest comes first."""
+
+_SNAPSHOT_NAME, _SAVE_NAME, _KEPT_NAME = map(re.compile, (SNAPSHOT_NAME, SAVE_NAME, KEPT_NAME))
 
 
 def is_snapshot_name(text: str) -> bool:
@@ -33,6 +36,11 @@ def check_save_name(name: str) -> str:
         shown = name if len(name) <= 80 else f"{name[:80]}…"
         raise ValueError(f"{shown!r} is no name to save as: that is 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'")
     return name
+
+
+def check_kept_name(name: str) -> str:
+    """Returns a name that can be on the disk; raises ValueError for another."""
+    return name if _KEPT_NAME.fullmatch(name) else check_save_name(name)
 
 
 @dataclass(frozen=True)

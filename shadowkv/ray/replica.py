@@ -30,19 +30,16 @@ class Replica:
     Args:
         config: the engine's.
         compare: a policy that it is compared with, as in ``shadowkv serve --compare``.
-        served_name: the model's name to clients; None is its own.
         settings: the server's, without what the front handles.
     """
 
-    def __init__(
-        self, config: EngineConfig, compare: str | None, served_name: str | None, settings: ServerSettings
-    ) -> None:
+    def __init__(self, config: EngineConfig, compare: str | None, settings: ServerSettings) -> None:
         set_up_log()
         self._process = start_engine(config, compare)
         engine, *others = self._process.clients
         settings.check_template(engine.tokenizer.chat_template)
         engine.tokenizer.chat_encoder.prepare()
-        self._served_name = served_name or engine.model_name
+        self._served_name = settings.served_name(engine.model_name)
         self._app = build_app(engine, self._served_name, settings, *others)
         self._id: str = serve.get_replica_context().replica_id.unique_id
 

@@ -18,7 +18,7 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import exit_on_signals, run_until_stopped
-from shadowkv.serve.start import add_arguments, bind, check_arguments, with_surroundings
+from shadowkv.serve.start import add_arguments, bind, parse_arguments, with_surroundings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 APP_NAME = "shadowkv"
 """Name of the Ray Serve application."""
 
-SEEN_TO = ("api_key", "max_concurrent_requests_per_key", "allowed_origins", "allow_credentials") + (
-    ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "allowed_hosts") + (
+    ("allowed_origins", "allow_credentials", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 )
 """Settings that a replica does not have: the front handles them, and the log."""
 
@@ -65,8 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--gpus-per-replica", type=float, metavar="N", help=text)
     text = "CPU cores that Ray keeps for each, and its threads (default: %(default)s)"
     group.add_argument("--cpus-per-replica", type=int, default=1, metavar="N", help=text)
-    args = parser.parse_args(argv)
-    check_arguments(parser, args)
+    args = parse_arguments(parser, argv)
     if args.replicas < 1:
         parser.error(f"--replicas {args.replicas} must be at least 1")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
@@ -158,6 +157,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         max_constructor_retry_count=1,
         request_router_config=PrefixRouter.config(max(1, config.max_num_seqs // MARGIN)),
     )
-    own = {name: getattr(ServerSettings, name) for name in SEEN_TO}
+    own: dict[str, Any] = {name: getattr(ServerSettings, name) for name in SEEN_TO}
+    own["storage_mib"] = 0.0  # the next request may be another replica's
     settings = replace(settings, **own, disable_uvicorn_access_log=True)
-    return deployment.bind(config, args.compare, args.served_model_name, settings)
+    return deployment.bind(config, args.compare, settings)

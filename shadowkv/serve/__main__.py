@@ -15,7 +15,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import run_until_stopped
-from shadowkv.serve.start import add_arguments, bind, check_arguments, start_engine, with_surroundings
+from shadowkv.serve.start import add_arguments, bind, parse_arguments, start_engine, with_surroundings
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
     batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")
     if args.compare is not None and args.input is not None:
@@ -56,7 +56,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--api-server-count is for a server, not for a batch run")
     if args.resume and args.output is None:
         parser.error("--resume goes with --input and --output")
-    check_arguments(parser, args)
     return args
 
 
@@ -75,7 +74,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             stack.callback(process.stop, SHUTDOWN_SECONDS)
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
-            name = args.served_model_name or engine.model_name
+            name = settings.served_name(engine.model_name)
             if args.input is None:
                 workers = stack.enter_context(Workers(args.api_server_count, process, name, listener, settings))
         except (ValueError, MemoryError, OSError) as error:
@@ -89,7 +88,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve
 
-        serve(process, name, listener, settings, workers)
+        serve(process, name, listener, workers)
     return 0
 
 

@@ -6,18 +6,23 @@ import asyncio
 import gc
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv.serve.anthropic.routes import messages_routes
-from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.batch.file_routes import file_routes
+from shadowkv.serve.batch.message_routes import message_batch_routes
+from shadowkv.serve.batch.routes import batch_routes
+from shadowkv.serve.batch.runner import BatchRunner
+from shadowkv.serve.bodies.reader import PROCESSES, BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath
 from shadowkv.serve.http.routing import Application
 from shadowkv.serve.http.server import run
 from shadowkv.serve.http.settings import ServerSettings
@@ -29,6 +34,7 @@ from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_r
 from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
+from shadowkv.serve.storage.store import Store
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -50,19 +56,23 @@ def build_app(
     """The application.
 
     Args:
-        served_name: the model's name to clients.
+        served_name: the model's name in answers; ``settings`` has others by which it may be asked for.
         compared: another engine of the same model; its model name has ``@`` and its policy appended.
         counts: of what is open, in this process and others; None for this one alone.
     """
     settings = settings or ServerSettings()
-    bodies = BodyReader(settings.max_body_bytes)
-    documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
+    per_key = PROCESSES - 1 if len(settings.api_key) > 1 else PROCESSES
+    bodies = BodyReader(settings.max_body_bytes, per_key)
+    store = Store(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
+    documents = BodyReader(MAX_DOCUMENT_BYTES, per_key, DOCUMENT_SECONDS)
     engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with batches.running() if app.state.counts.is_first else nullcontext():
+            yield
+        await asyncio.to_thread(store.close)
         await asyncio.to_thread(bodies.close)
         await asyncio.to_thread(documents.close)
         for served in engines.values():
@@ -71,19 +81,24 @@ def build_app(
             await asyncio.to_thread(tracing.close)
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
-    app.state.bodies, app.state.documents = bodies, documents
+    app.state.bodies, app.state.documents, app.state.store = bodies, documents, store
     add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
+    batches = BatchRunner(store, engine, served_name, settings, metrics)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
-    for routes in (choice_routes, responses_routes, messages_routes):
+    for routes in (choice_routes, messages_routes):
         app.include_router(routes(engine, settings, respond))
+    app.include_router(responses_routes(engine.tokenizer, settings, respond, store))
+    for kept_routes in (file_routes, batch_routes, message_batch_routes):
+        app.include_router(kept_routes(settings, store))
     app.include_router(page_assets())
     app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())
-    app.include_router(status_routes(engine, engines, metrics))
+    names = dict.fromkeys(settings.served_model_name[1:], engine)
+    app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics))
     handle_errors(app)
     return app
 
@@ -106,6 +121,8 @@ def add_middleware(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+    if settings.root_path:
+        app.add_middleware(RootPath, root=settings.root_path)
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
@@ -118,9 +135,7 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     return app
 
 
-def serve(
-    process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings, workers: Workers
-) -> None:
+def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> None:
     """Serves the engines of a process on a bound socket, as ``workers`` do; raises KeyboardInterrupt after a Ctrl-C,
     with everything shut down."""
 
@@ -128,4 +143,4 @@ def serve(
         await asyncio.to_thread(workers.join)
         await asyncio.to_thread(process.stop, ENGINE_SECONDS)
 
-    run(ready_app(process.clients, served_name, settings, workers.counts), [stop], listener, workers.drain)
+    run(ready_app(process.clients, served_name, workers.settings, workers.counts), [stop], listener, workers.drain)

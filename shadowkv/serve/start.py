@@ -5,40 +5,54 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shadowkv.command_line import Parser, add_config_file
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
+from shadowkv.serve.vllm_flags import add_vllm_flags, vllm_notes
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of engines and servers, in groups."""
+    """Adds the model, and the flags of engines and servers, in groups."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    add_config_file(parser)
     EngineConfig.add_arguments(parser)
+    add_vllm_flags(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     server.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    server.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: its own)")
     ServerSettings.add_arguments(server)
     text = "a second cache over the same weights, for the page: answers of this policy beside the others, one at a time"
     server.add_argument("--compare", type=policy_name, metavar="POLICY", help=text)
 
 
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the process with a one-line error where a flag is not valid; configs and settings check their own."""
+def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line and of the file that it names; says so in a line where one has no effect. Ends the
+    process with a one-line error where one is not valid; configs and settings check their own."""
+    args = parser.parse_with_file(arguments)
+    try:
+        for note in vllm_notes(args):
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    except ValueError as error:
+        parser.error(str(error))
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be between 0 and 65535")
+    return args
 
 
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """The settings, with as many connections as the system allows where no flag sets a number; raises ValueError where
-    the environment does not meet a flag's needs."""
+    """The settings, with as many connections as the system allows where no flag sets a number, and for the host that is
+    listened on; raises ValueError where the environment does not meet a flag's needs."""
     settings.check_surroundings()
+    settings = settings.listening_on(args.host)
     connections = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
     return replace(settings, limit_concurrency=connections)
 

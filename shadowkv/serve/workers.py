@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,6 +79,7 @@ class Workers:
 
     Attributes:
         counts: of what is open in all of them.
+        settings: with a folder that all of them share for what clients have them keep.
 
     With more than one, metrics are shared from here on: ``prometheus_client`` must not have been imported before.
     Raises ChildProcessError where one does not start.
@@ -92,6 +93,7 @@ class Workers:
         self._draining_since: float | None = None
         self._exit = ExitStack()
         keys = len(settings.api_key)
+        self.settings = settings
         if count == 1:
             self.counts = Counts(keys)
             return
@@ -99,6 +101,8 @@ class Workers:
         folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
         Counts.create(counts_file(folder), keys, count)
         self.counts = Counts(keys, counts_file(folder))
+        if settings.storage_dir is None and settings.storage_mib:
+            self.settings = settings = replace(settings, storage_dir=str(Path(folder) / "kept"))
         metrics = Path(folder) / "metrics"
         metrics.mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shadowkv.engine.answer_text import AnswerText
 from shadowkv.engine.config import DEFAULT_MODEL
-from shadowkv.engine.outputs import RequestOutput, RequestTimes, TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import RequestTimes, TextOutput, TokenLogprobs, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.models.loader import load_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def outputs_of(tokens: Sequence[int], reason: str = "length", end: int | None = 
 
 def read(tokenizer: Tokenizer, params: SamplingParams, outputs: list[TokenOutput], cuts: Iterable[int]) -> list[Any]:
     """What is read of the outputs, those between two cuts together, up to the answer's end."""
-    text, parts = AnswerText(tokenizer, params), list[RequestOutput]()
+    text, parts = AnswerText(tokenizer, params), list[TextOutput]()
     for first, end in pairwise([0, *sorted({*cuts} - {0, len(outputs)}), len(outputs)]):
         assert not text.ended
         parts.append(text.read(outputs[first:end]))
@@ -131,3 +131,16 @@ def test_so_are_tokens_that_are_no_text(tokenizer, drawn):
         assert read(tokenizer, params, outputs, draw.sample(range(40), 7)) == one_by_one
         if not stop:
             assert one_by_one[0] == whole
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_how_far_a_prompt_has_come_is_no_part_of_the_text(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    params = SamplingParams(stop=stop)
+    outputs = outputs_of(tokenizer.encode(TEXT, add_special_tokens=False))
+    outputs[0].prefilled = 7
+    reading = [TokenOutput("x", [], None, 7, 0, 2, RequestTimes(1.0, 2.0), prefilled=count) for count in (2, 5)]
+    first = AnswerText(tokenizer, params).read(reading)
+    assert (first.text, first.prefilled, first.is_progress) == ("", 5, True)
+    told = AnswerText(tokenizer, params).read([*reading, *outputs])
+    plain = AnswerText(tokenizer, params).read(outputs)
+    assert told == plain and told.prefilled == 7 and told.prompt_logprobs and not told.is_progress

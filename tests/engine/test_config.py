@@ -14,6 +14,10 @@ from shadowkv.kvcache.presets import CACHE_DTYPES, PRESETS
 
 SET = EngineConfig(
     model="some/model",
+    revision="v1",
+    download_dir="models",
+    tokenizer="other/model",
+    chat_template="chat.jinja",
     adapter="lora",
     load_format="dummy",
     max_num_seqs=3,
@@ -28,6 +32,8 @@ SET = EngineConfig(
     max_queued_seqs=77,
     default_max_tokens=77,
     generation_config="vllm",
+    override_generation_config={"top_k": 5},
+    seed=7,
     kv="quest",
     kv_rank=12,
     kv_budget=0.25,
@@ -204,7 +210,7 @@ def test_a_base_of_rope_is_an_override():
 def test_overrides_are_an_object(text, said):
     with pytest.raises(argparse.ArgumentError, match=said):
         parse("--hf-overrides", text)
-    with pytest.raises(ValueError, match=r"hf_overrides=\[\] must be a dict of entries of a config\.json"):
+    with pytest.raises(ValueError, match=r"hf_overrides=\[\] must be dict or None, and is list"):
         EngineConfig(hf_overrides=[])
 
 

@@ -38,16 +38,16 @@ def test_greedy_tokens_are_the_cpus(on_cpu: list[LoadedModel], kv: str) -> None:
         max_model_len=2048,
         gpu_memory_utilization=0.9,
     )
-    question = llm.tokenizer.encode(" Which of them is near the river? Answer: The", add_special_tokens=False)
+    question = llm.get_tokenizer().encode(" Which of them is near the river? Answer: The", add_special_tokens=False)
     prompts = [chat(llm, "Write a short text about bees."), filler(llm, 1400, seed=4) + question]
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     same = 0
     for prompt, answer in zip(prompts, llm.generate(prompts, params)):
         exact, rounded = (
-            Session(loaded, preset(kv), len(prompt) + TOKENS).force(prompt, answer.token_ids).float()
+            Session(loaded, preset(kv), len(prompt) + TOKENS).force(prompt, answer.outputs[0].token_ids).float()
             for loaded in on_cpu
         )
-        chosen = exact.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        chosen = exact.gather(1, torch.tensor(answer.outputs[0].token_ids)[:, None])[:, 0]
         short = exact.max(dim=1).values - chosen
         spread = (rounded - exact).abs().max()
         print(

@@ -49,7 +49,7 @@ def test_every_tier_answers_alike(tmp_path: Path, kv: str) -> None:
 
     def asked() -> list[tuple[int, float]]:
         (answer,) = llm.generate([question], params)
-        assert answer.cached_tokens >= LONG - 128
+        assert answer.num_cached_tokens >= LONG - 128
         return [(one.token_id, one.logprob) for one in answer.logprobs]
 
     forget_device(llm)
@@ -82,8 +82,8 @@ def test_many_restores_at_once_leave_nothing_behind(kv: str) -> None:
     found = []
     for _ in range(3):
         answers = llm.generate([document + filler(llm, 90, seed=8) for document in documents], params)
-        assert all(answer.cached_tokens >= 3968 for answer in answers)
-        found.append([(answer.cached_tokens, answer.token_ids) for answer in answers])
+        assert all(answer.num_cached_tokens >= 3968 for answer in answers)
+        found.append([(answer.num_cached_tokens, answer.outputs[0].token_ids) for answer in answers])
         forget_device(llm)
     assert found[1] == found[2]
     for first, second in zip(*found[:2], strict=True):

@@ -33,7 +33,7 @@ def test_it_selects_the_tokens_with_the_shortest_keys(tiny: Path) -> None:
         cache, seen = llm.engine.cache, []
         cache.selection_hook = lambda layer, q, batch, selected: seen.append((layer, batch, selected)) or selected
         (answer,) = llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
-        assert len(answer.token_ids) == 4 and seen
+        assert len(answer.outputs[0].token_ids) == 4 and seen
         layer, batch, selected = seen[0]
         norms = cache.store.page["key_norms"][layer][batch.pages[0]].transpose(0, 1).flatten(1)  # [H, tokens]
         norms = norms.masked_fill(cache.store.excluded(layer, batch.pages, batch.first)[0], float("inf"))

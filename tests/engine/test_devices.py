@@ -67,10 +67,10 @@ def test_the_second_gpu_answers_as_the_first(model: Path, kv: str, eager: bool) 
     answers: list[list[int]] = []
 
     def answer() -> None:  # a thread has a current device of its own
-        answers.extend(answer.token_ids for answer in second.generate(prompts, PARAMS))
+        answers.extend(answer.outputs[0].token_ids for answer in second.generate(prompts, PARAMS))
 
     thread = threading.Thread(target=answer)
     thread.start()
     thread.join()
-    assert answers == [answer.token_ids for answer in first.generate(prompts, PARAMS)]
+    assert answers == [answer.outputs[0].token_ids for answer in first.generate(prompts, PARAMS)]
     assert torch.cuda.current_device() == 0

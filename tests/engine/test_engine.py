@@ -117,7 +117,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> 
         engine.requests.limits.check(prompt(0, 990), SamplingParams(max_tokens=20))
     assert caught.value.param == "max_tokens"
     with pytest.raises(RequestError, match="1500 tokens") as caught:
-        engine.requests.limits.check(prompt(0, 1500), SamplingParams())
+        engine.requests.limits.check(prompt(0, 1500), SamplingParams(max_tokens=None))
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="empty"):
         engine.requests.limits.check([], GREEDY)
@@ -130,8 +130,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> 
 
 def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> None:
     engine = make(kv="full", default_max_tokens=32)
-    assert engine.requests.limits.max_tokens(100, SamplingParams()) == 32
-    assert engine.requests.limits.max_tokens(2040, SamplingParams()) == 8
+    assert engine.requests.limits.max_tokens(100, SamplingParams(max_tokens=None)) == 32
+    assert engine.requests.limits.max_tokens(2040, SamplingParams(max_tokens=None)) == 8
 
 
 def test_contexts_that_never_seal_start(make: Any) -> None:

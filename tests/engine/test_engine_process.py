@@ -16,7 +16,7 @@ from test_engine import assert_empty, leave_blocks, prompt
 
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.outputs import RequestOutput
+from shadowkv.engine.outputs import TextOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
@@ -38,9 +38,9 @@ def engine(tiny: Path) -> Iterator[LocalEngine]:
     engine.shutdown(AT_ONCE)
 
 
-async def outputs(engine: EngineClient, params: SamplingParams, *prompts: list[int]) -> list[list[RequestOutput]]:
+async def outputs(engine: EngineClient, params: SamplingParams, *prompts: list[int]) -> list[list[TextOutput]]:
     """All outputs for some prompts that are one client's request."""
-    read: list[list[RequestOutput]] = [[] for _ in prompts]
+    read: list[list[TextOutput]] = [[] for _ in prompts]
     async for number, output in engine.generate([engine.request(one, params) for one in prompts]):
         read[number].append(output)
     return read
@@ -218,7 +218,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_and_its_sequence_stays_cac
         candidates = (text[at : at + 3] for at in range(20, 50) if text.find(text[at : at + 3]) == at)
         stop = next(one for one in candidates if "�" not in one)
         params = SamplingParams(**sampled, stop=(stop,))
-        read: list[list[RequestOutput]] = [[] for _ in prompts]
+        read: list[list[TextOutput]] = [[] for _ in prompts]
         async with aclosing(engine.generate([engine.request(one, params) for one in prompts])) as answers:
             async for number, output in answers:
                 assert not read[number] or read[number][-1].finish_reason is None, "more after its end"
@@ -291,7 +291,7 @@ def test_clients_that_leave_at_any_time_leave_nothing(engine: LocalEngine) -> No
 def test_a_client_that_is_behind_reads_the_same(engine: LocalEngine, stop: tuple[str, ...]) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=3, stop=stop, logprobs=2, prompt_logprobs=1)
 
-    async def read(wait: Callable[[], Awaitable[None]]) -> AsyncIterator[RequestOutput]:
+    async def read(wait: Callable[[], Awaitable[None]]) -> AsyncIterator[TextOutput]:
         async with aclosing(engine.generate([engine.request(prompt(5, 50), params)])) as answer:
             async for _, output in answer:
                 yield output

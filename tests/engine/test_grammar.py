@@ -15,6 +15,7 @@ import torch
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.grammar import GrammarCompiler
+from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import (
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
@@ -41,16 +42,16 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_follow_the_schema_beside_free_ones(llm: LLM, temperature: float) -> None:
-    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Describe Paris in JSON."}])
+    prompt = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "Describe Paris in JSON."}])
     bound = SamplingParams(max_tokens=80, temperature=temperature, seed=1, json_schema=json.dumps(SCHEMA))
     free = SamplingParams(max_tokens=12, temperature=0.0)
     answer, other = llm.generate([prompt, prompt], [bound, free])
-    found = json.loads(answer.text)
-    assert answer.finish_reason == "stop"
+    found = json.loads(answer.outputs[0].text)
+    assert answer.outputs[0].finish_reason == "stop"
     assert set(found) == {"city", "people"}
     assert isinstance(found["people"], int)
     (alone,) = llm.generate([prompt], free)
-    assert other.token_ids == alone.token_ids
+    assert other.outputs == alone.outputs
 
 
 def node(**more: Any) -> dict[str, Any]:
@@ -211,3 +212,65 @@ def test_strings_have_no_control_characters(compiler: GrammarCompiler, schema: A
     constraint.mask(logits)
     may_come = set((logits == 0).nonzero().flatten().tolist())
     assert not may_come & {*range(32), ord("\n")} and {ord("a"), ord(" "), 0x7F} <= may_come
+
+
+TAG = {
+    "type": "tag",
+    "begin": "<n>",
+    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+    "end": "</n>",
+}
+OTHER_RULES = [
+    (grammar_text("regex", r"[a-c]{2}-\d\t"), "ab-7\t", "ab7"),
+    (choice_text(["yes", 'n"\n\té', "💥"]), 'n"\n\té', "no"),
+    (choice_text(["yes", "💥"]), "💥", "é"),
+    (grammar_text("grammar", 'root ::= "(" root ")" | "x"'), "((x))", "(x("),
+    (grammar_text("structural_tag", json.dumps({"type": "structural_tag", "format": TAG})), "<n>12</n>", "<n>a"),
+]
+
+
+@pytest.mark.parametrize("rules, follows, breaks", OTHER_RULES)
+def test_other_rules_than_schemas(compiler: GrammarCompiler, rules: str, follows: str, breaks: str) -> None:
+    constraint = compiler.constraint(rules)
+    logits = torch.zeros(300)
+    for byte in follows.encode():
+        masked = logits.clone()
+        constraint.mask(masked)
+        assert masked[byte] == 0
+        assert constraint.accept(byte)
+    assert constraint.accept(256)  # the end
+    assert constraint.complete
+    other = compiler.constraint(rules)
+    assert not all([other.accept(byte) for byte in breaks.encode()])
+
+
+@pytest.mark.parametrize(
+    "rules, what",
+    [
+        ("regex:(a", "regex"),
+        ("grammar:x", "grammar"),
+        ("structural_tag:{}", "structural tag"),
+        ("regex:" + "a" * 2**17, "regex"),
+    ],
+)
+def test_other_rules_that_cannot_be_followed(compiler: GrammarCompiler, rules: str, what: str) -> None:
+    with pytest.raises(RequestError, match=f"the {what} cannot be followed") as caught:
+        check_schema(rules)
+        compiler.compile(rules)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_an_answer_follows_a_regular_expression(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=20, temperature=1.0, seed=1, grammar=grammar_text("regex", "(red|blue), [0-9]{3}")
+    )
+    answer = llm.generate(["Colour and number:"], params)[0].outputs[0]
+    colour, _, number = answer.text.partition(", ")
+    assert answer.finish_reason == "stop" and colour in ("red", "blue") and len(number) == 3 and number.isdigit()
+    with pytest.raises(ValueError, match="left out with json_schema"):
+        SamplingParams(grammar="regex:a", json_schema="{}")
+
+
+def test_a_grammar_without_an_end_gets_no_hanging_answer(llm: LLM) -> None:
+    with pytest.raises(RuntimeError, match="nothing can follow"):
+        llm.generate(["Go:"], SamplingParams(max_tokens=5, grammar=grammar_text("grammar", "root ::= root")))

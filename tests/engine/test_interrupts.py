@@ -51,7 +51,7 @@ class InterruptAt:
 def test_at_lines_of_everything(tiny: Path, drawn: int) -> None:
     kv, first = "shadowkv:outliers=4,budget=64", drawn % EVERY
     llm = LLM(str(tiny), load_format="dummy", kv=kv, kv_dense_below=0, max_num_seqs=2, max_cached_seqs=1)
-    wanted = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    wanted = [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     seen: set[tuple[str, int]] = set()
     interrupted = 0
     while True:
@@ -64,9 +64,9 @@ def test_at_lines_of_everything(tiny: Path, drawn: int) -> None:
         if not interrupt.sent:
             break
         if interrupted % 20 == 0:
-            assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == wanted
+            assert [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == wanted
     assert interrupted > 300
-    assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == wanted
+    assert [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == wanted
 
 
 def test_a_ctrl_c_takes_effect_when_it_may_and_at_the_end() -> None:

@@ -238,7 +238,7 @@ def test_ctrl_c_while_both_are_at_work(make: Any, tiny: Path, monkeypatch: pytes
     assert_empty(llm.engine)
     monkeypatch.undo()
     wanted = [alone(make, ids, kv="shadowkv") for ids in (LONG, SHORT)]
-    assert [one.token_ids for one in llm.generate([LONG, SHORT], GREEDY)] == wanted
+    assert [one.outputs[0].token_ids for one in llm.generate([LONG, SHORT], GREEDY)] == wanted
 
 
 def iter_raising() -> Any:
@@ -329,3 +329,21 @@ def test_while_short_ones_wait_the_long_one_has_what_it_is_owed_at_a_time(
     engine.add_request("short", SHORT, GREEDY)
     engine.step()
     assert given[0] > 0.01 and given[1] > 0.01 and given[2] == 0.001
+
+
+def test_progress_is_told_to_those_who_ask_for_it(make: Any) -> None:
+    engine = make(kv="full")
+    engine.add_request("warm", LONG[:700], GREEDY)
+    drain(engine)
+    told = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, return_progress=True)
+    engine.add_request("asks", LONG, told)
+    engine.add_request("plain", prompt(4, 900), GREEDY)
+    outputs = drain(engine)
+    counts = [output.prefilled for output in outputs["asks"] if output.prefilled is not None]
+    (cached,) = {output.cached_tokens for output in outputs["asks"]}
+    assert 0 < cached <= counts[0] and counts == sorted(counts) and counts[-1] == len(LONG)
+    assert len(counts) > 10 and counts[0] < 800
+    assert [bool(output.token_ids) for output in outputs["asks"]] == [False] * (len(counts) - 1) + [True] * 3
+    assert len(tokens(outputs["asks"])) == 3
+    assert all(output.prefilled is None and output.token_ids for output in outputs["plain"])
+    assert_empty(engine)

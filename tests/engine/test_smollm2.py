@@ -29,8 +29,8 @@ NOUNS = ("grass", "sky", "river", "stone", "wind", "road", "tree", "cloud", "fie
 
 
 def chat(llm: LLM, text: str) -> list[int]:
-    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return llm.tokenizer.encode(prompt, add_special_tokens=False)
+    prompt = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": text}])
+    return llm.get_tokenizer().encode(prompt, add_special_tokens=False)
 
 
 def filler(llm: LLM, count: int, seed: int) -> list[int]:
@@ -38,14 +38,16 @@ def filler(llm: LLM, count: int, seed: int) -> list[int]:
     rng, ids = random.Random(seed), []
     while len(ids) < count:
         a, b, c = rng.sample(NOUNS, 3)
-        ids += llm.tokenizer.encode(f" The {a} is near the {b}, and the {c} is far away.", add_special_tokens=False)
+        ids += llm.get_tokenizer().encode(
+            f" The {a} is near the {b}, and the {c} is far away.", add_special_tokens=False
+        )
     return ids[:count]
 
 
 def texts(llm: LLM) -> list[int]:
     """Tokens of some prose that comes with Python."""
     topics = import_module("pydoc_data.topics").topics
-    return llm.tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:60000])
+    return llm.get_tokenizer().encode("\n".join(topics[name] for name in sorted(topics))[:60000])
 
 
 def all_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
@@ -97,12 +99,12 @@ def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedMode
 def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:
     prompts = [chat(llm, f"Write a short text about {topic}.") for topic in TOPICS]
     for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY)):
-        assert len(answer.token_ids) == 40 and len(prompt) < 64 < len(prompt) + 40  # over the end of a page
+        assert len(answer.outputs[0].token_ids) == 40 and len(prompt) < 64 < len(prompt) + 40  # over the end of a page
         with torch.inference_mode():
             # Greedy is token for token the same exactly if the oracle, given our text so far, always picks our next.
-            ids = torch.tensor([prompt + answer.token_ids])
+            ids = torch.tensor([prompt + answer.outputs[0].token_ids])
             picks = oracle(ids, logits_to_keep=41).logits[0, :-1].argmax(-1)
-        assert picks.tolist() == answer.token_ids
+        assert picks.tolist() == answer.outputs[0].token_ids
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_ragged_batch_equals_each_prompt_alone(llm: LLM, monkeypatch: pytest.Mon
     together = llm.generate(prompts, params)
     for prompt, one in zip(prompts, together):
         (alone,) = llm.generate([list(prompt)], params)
-        assert alone.token_ids == one.token_ids
+        assert alone.outputs == one.outputs
         for a, b in zip(alone.logprobs, one.logprobs):
             assert a.logprob == pytest.approx(b.logprob, abs=2e-3)
 
@@ -146,14 +148,14 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
 ) -> None:
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 1024)
     text, needle = filler(llm, 1300, seed=1), " The secret number of the lighthouse is 7304918. Remember it."
-    middle = llm.tokenizer.encode(needle, add_special_tokens=False)
+    middle = llm.get_tokenizer().encode(needle, add_special_tokens=False)
     question = "\nWhat is the secret number of the lighthouse? Answer with the number."
-    body = llm.tokenizer.decode(text[:900] + middle + text[900:])
+    body = llm.get_tokenizer().decode(text[:900] + middle + text[900:])
     prompt = chat(llm, body + question)
     assert len(prompt) > BLOCK_TOKENS["cpu"]
     policies = ["full", "shadowkv"]
     for kv, (session, logits) in zip(policies, prefilled(loaded, policies, prompt, 24)):
-        answer = llm.tokenizer.decode([token for token, _ in session.answer(logits, 24)])
+        answer = llm.get_tokenizer().decode([token for token, _ in session.answer(logits, 24)])
         assert "7304918" in answer
         assert (session.sequence.sealed > 1200) == (kv == "shadowkv")
 
@@ -169,15 +171,15 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
 def test_second_turn_extends_the_cached_sequence(
     llm: LLM, loaded: LoadedModel, kv: str, count: int, limit: float
 ) -> None:
-    first = chat(llm, llm.tokenizer.decode(filler(llm, count, seed=2)) + " Sum this up in a sentence.")
+    first = chat(llm, llm.get_tokenizer().decode(filler(llm, count, seed=2)) + " Sum this up in a sentence.")
     session = Session(loaded, preset(kv), 2000)
     answer = [token for token, _ in session.greedy(first, 20)]
     assert (session.sequence.sealed > 0) == session.cache.spec.seals
     # The answer's last token was sampled and never fed.
-    second = answer[-1:] + llm.tokenizer.encode(
+    second = answer[-1:] + llm.get_tokenizer().encode(
         "<|im_end|>\n<|im_start|>user\nName three birds and where they live.<|im_end|>\n<|im_start|>assistant\n"
     )
-    forced = llm.tokenizer.encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
+    forced = llm.get_tokenizer().encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
     extended = session.force(second, forced)
     fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
     assert kl_divergence(fresh, extended).mean() <= limit
@@ -186,7 +188,7 @@ def test_second_turn_extends_the_cached_sequence(
 @pytest.mark.slow
 def test_a_document_behind_a_short_first_turn_is_kept_as_well_as_in_one_prompt(llm: LLM, loaded: LoadedModel) -> None:
     """It does not fit the state that the first turn left: it has one of its own, or is exact where it is short."""
-    question = llm.tokenizer.encode("\n\nWhat is the text above about, in detail? Answer:")
+    question = llm.get_tokenizer().encode("\n\nWhat is the text above about, in detail? Answer:")
     first, document = filler(llm, 400, seed=0), texts(llm)[:800]
     whole = first + document + question
     (full, logits), (one, its_logits) = prefilled(loaded, ["full", "turbo"], whole, 24)
@@ -205,12 +207,12 @@ def test_a_document_behind_a_short_first_turn_is_kept_as_well_as_in_one_prompt(l
 def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
     prompt = filler(llm, 700, seed=3)
     (first,) = llm.generate([prompt], GREEDY)
-    more = prompt + first.token_ids + llm.tokenizer.encode(" And then?")
+    more = prompt + first.outputs[0].token_ids + llm.get_tokenizer().encode(" And then?")
     (second,) = llm.generate([more], SamplingParams(max_tokens=8, temperature=0.0))
-    assert second.cached_tokens == len(prompt) + 39  # all but the last sampled token
+    assert second.num_cached_tokens == len(prompt) + 39  # all but the last sampled token
     (same,) = llm.generate([more], SamplingParams(max_tokens=8, temperature=0.0))
-    assert same.cached_tokens == len(more) - 1
-    assert same.token_ids == second.token_ids
+    assert same.num_cached_tokens == len(more) - 1
+    assert same.outputs == second.outputs
 
 
 @pytest.mark.slow

@@ -282,8 +282,8 @@ def test_an_llm_writes_its_files_at_the_end(tiny: Path, tmp_path: Path) -> None:
         (first,) = llm.generate([QUESTION], GREEDY)
     with LLM(str(tiny), **options) as llm:
         (second,) = llm.generate([QUESTION], GREEDY)
-    assert (first.token_ids, first.cached_tokens) == (second.token_ids, 0)
-    assert second.cached_tokens >= len(DOCUMENT)
+    assert (first.outputs, first.num_cached_tokens) == (second.outputs, 0)
+    assert second.num_cached_tokens >= len(DOCUMENT)
 
 
 def test_a_thousand_that_wait_for_one_document_are_soon_looked_through(make: Any) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from session import Session
+from tqdm import tqdm
 
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.records.policies import Policy, local_policies
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.running.local import Forks
+from shadowkv.eval.suites.ruler.data import RULER, WONDERWORDS
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
@@ -34,6 +40,36 @@ def test_a_fork_answers_as_a_run_of_its_own(loaded: LoadedModel) -> None:
     attended = {p.policy: p.attended_tokens for p in together}
     assert attended["quest@80"] < attended["quest@0.25"] < attended["full"]
     assert [p.budget for p in together[:3]] == [1, round(80 / 1240, 6), 0.25]
+
+
+def test_a_long_prompt_shows_how_much_of_it_is_read(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options: object) -> None:
+            # As on a terminal, and without the second that must have passed.
+            super().__init__(**{**options, "disable": False, "delay": 0, "file": io.StringIO()})
+            bars.append((options, parts := []))
+            self.parts = parts
+
+        def update(self, n: float = 1) -> bool | None:
+            self.parts.append(n)
+            return super().update(n)
+
+    monkeypatch.setattr("shadowkv.eval.running.caches.tqdm", Bar)
+    tokens = loaded.tokenizer.encode(TEXT * 4)
+    assert len(tokens) > 2 * 2048, "several blocks"
+    cache = open_cache(loaded, preset("full"), len(tokens) + 1)
+    prefill_all(loaded.model, [cache], tokens, len(tokens) + 1)
+    ((options, parts),) = bars
+    assert options["total"] == len(tokens) and options["disable"] is None
+    assert len(parts) == 4 and sum(parts) == pytest.approx(len(tokens))  # 3 blocks, and the last layer
+
+
+def test_one_extra_brings_what_every_suite_needs() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"^eval = (\[.*\])$", text, re.MULTILINE)
+    assert {RULER.name, WONDERWORDS.name, "matplotlib", "openai", "jieba"} == set(json.loads(extra))
 
 
 def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:

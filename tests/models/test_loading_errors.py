@@ -73,9 +73,17 @@ def test_missing_tokenizer(llama: Path) -> None:
         load_model(llama)
 
 
-def test_unknown_model_type(llama: Path) -> None:
-    edit_config(llama, model_type="mamba")
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama"):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mamba", "'mamba' is not supported; supported: llama, mistral"),
+        ("qwen3_moe", "'qwen3_moe' is not supported; nearest: qwen3; supported: llama"),
+        ("mixtral", "'mixtral' is not supported; nearest: mistral; supported: llama"),
+    ],
+)
+def test_unknown_model_type(llama: Path, kind: str, said: str) -> None:
+    edit_config(llama, model_type=kind)
+    with pytest.raises(ValueError, match=f"{said}.*; use another model$"):
         load_config(llama)
 
 
@@ -165,7 +173,7 @@ def test_bad_options(llama: Path) -> None:
 def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         asked.append((name, allow_patterns))
         return str(llama)
 
@@ -182,7 +190,7 @@ def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyP
 def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         asked.append(allow_patterns)
         return str(llama)
 
@@ -208,9 +216,27 @@ ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     ],
 )
 def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
         raise failure
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(OSError, match=f"no local path, and the hub did not deliver it: {words}$"):
         load_model("some-org/some-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("meta-llama/Llama-3.2-3B-Instruct", "llama-3.2-3b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+    ],
+)
+def test_without_the_hub_a_known_config_is_named(name: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str], **_: str | None) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(OSError, match=f"offline; for a plan, the config of '{known}' is known here$"):
+        load_config(name)
+    assert load_config(known).num_layers > 0

@@ -140,12 +140,53 @@ def test_overrides_extend_the_context(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "llama-3.1-70b", "--context", "4096"]) == 0
-    assert main(["--model", "llama-3.1-70b", "--context", "4096", "--json"]) == 0
-    text, _, found = capsys.readouterr().out.partition("{")
+    assert main(["--model", "llama-3.1-70b", "--context", "4096"]) == 1
+    assert main(["--model", "llama-3.1-70b", "--context", "4096", "--json"]) == 1
+    out, err = capsys.readouterr()
+    text, _, found = out.partition("{")
     assert "no limit" in text
     plan = json.loads("{" + found)["plans"][0]
-    assert (plan["largest_batch"], plan["floor_largest_batch"]) == (0, None)
+    assert (plan["largest_batch"], plan["floor_largest_batch"], plan["gpus_needed"]) == (0, None, 2)
+    said = "does not fit: turbo: not one sequence of 4096 tokens on 1 GPU of 139 GiB; it takes 2: "
+    assert err == f"{said}--tensor-parallel-size 2\n" * 2
+
+
+@pytest.mark.parametrize(("gpu", "model", "gpus"), [("h100", "llama-3.1-70b", 4), ("L4", "qwen3-8b", 2)])
+def test_what_does_not_fit_fits_on_as_many_gpus_as_it_says(
+    gpu: str, model: str, gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpu", gpu, "--model", model, "--context", "32k", "--kv", "full", "turbo"]
+    assert main(flags) == 1
+    assert f"; it takes {gpus}: --tensor-parallel-size {gpus}" in capsys.readouterr().err
+    assert main([*flags, "-tp", str(gpus // 2)]) == 1
+    assert main([*flags, "-tp", str(gpus)]) == 0
+
+
+def test_too_little_host_memory_is_no_matter_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "llama-3.1-8b", "--context", "128k", "--kv", "shadowkv", "--host-memory-gib", "1"]) == 1
+    err = capsys.readouterr().err
+    assert "1 GPU of 139 GiB with --host-memory-gib 1; it takes 7.8 GiB of host memory" in err and "tensor" not in err
+
+
+def test_a_card_brings_its_memory_and_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
+    def machine(*flags: str) -> dict[str, Any]:
+        assert main(["--model", "llama-3.2-1b", "--context", "8k", "--json", *flags]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["machine"]
+        return found
+
+    assert machine() == machine("--gpu", "H200")
+    names = "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs"
+    assert [machine()[name] for name in names] == [139, 4.5, 50.7]
+    assert [machine("--gpu", "a100-80gb")[name] for name in names] == [79, 1.912, 25.35]
+    assert machine("--gpu", "l40s", "--gpu-memory-gib", "40")["gpu_memory_gib"] == 40
+    with pytest.raises(SystemExit):
+        main(["--context", "8k", "--gpu", "voodoo2"])
+    assert "invalid choice: 'voodoo2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-3b", "mistral-nemo-12b"])
+def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", model, "--context", "32k"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ERROR = {"message": "no", "type": "invalid_request_error", "param": None, "code"
 
 
 def test_nothing_breaks():
-    found = fuzz.fuzz(fuzz.parse(["--bodies", "500"]))
+    found = fuzz.fuzz(fuzz.parse(["--bodies", "1200"]))
     assert found["ok"], found
     assert all(counts.get(200) and counts.get(400) for counts in found["statuses"].values())
 
@@ -100,6 +100,8 @@ def test_nonsense(change):
 
 @pytest.mark.parametrize("change", [
     {"tools": [1]}, {"tools": [{"type": "function", "function": {"name": ""}}]}, {"tool_choice": "required"},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}}, {"guided_regex": "a", "guided_json": {}},
+    {"continue_final_message": True}, {"guided_choice": []}, {"tools": [TOOL], "guided_regex": "a"},
     {"tools": [TOOL], "tool_choice": "any"}, {"tools": [TOOL], "response_format": {"type": "json_object"}},
     {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, {"parallel_tool_calls": 1},
     {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},
@@ -111,7 +113,12 @@ def test_nonsense_of_tools(change):
 
 @pytest.mark.parametrize("path, body", [
     ("/v1/responses", {"input": []}), ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
-    ("/v1/responses", {"input": "a", "previous_response_id": "x"}), ("/v1/responses", {"input": "a", "top_p": 0}),
+    ("/v1/responses", {"input": "a", "tools": [], "tool_choice": "required"}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}, "ignore_eos": True}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tool_choice": {"type": "any"}}),
+    ("/v1/batches", {"input_file_id": "x", "endpoint": "/v1/embeddings"}),
+    ("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": {}}] * 2}),
+    ("/v1/responses", {"input": "a", "top_p": 0}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("/v1/messages", {"messages": [], "max_tokens": 1}), ("/v1/responses", {"input": "a", "max_tokens": 1}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),

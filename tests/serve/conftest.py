@@ -51,6 +51,7 @@ def call(engine: FakeEngine) -> Iterator[Callable[..., httpx.Response]]:
 
     yield send
     app.state.bodies.close()  # as at a server's end
+    app.state.store.close()
     app.state.documents.close()
 
 
@@ -98,6 +99,7 @@ def ask() -> Iterator[Callable[..., httpx.Response]]:
     send.engine = engine
     yield send
     app.state.bodies.close()
+    app.state.store.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.outputs import LayerGroup, RequestOutput, RequestTimes, TokenLogprobs, TokenSelections
+from shadowkv.engine.outputs import LayerGroup, RequestTimes, TextOutput, TokenLogprobs, TokenSelections
 from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import TierUse
@@ -65,6 +65,7 @@ class FakeTokenizer:
         parse_special: bool = False,
         add_special_tokens: bool = False,
         check: Callable[[str], None] = lambda text: None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         text = self.apply_chat_template(messages, add_generation_prompt, **variables)
@@ -83,6 +84,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    max_num_seqs = 4
     kv = "fake"
     role = "both"
 
@@ -149,9 +151,9 @@ class FakeEngine:
 
     async def generate(
         self, requests: Sequence[Request], timeout: float | None = None
-    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+    ) -> AsyncIterator[tuple[int, TextOutput]]:
         """The outputs of all, and asyncio.TimeoutError after ``timeout`` seconds."""
-        items: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+        items: asyncio.Queue[tuple[int, TextOutput] | Exception | None] = asyncio.Queue()
 
         async def drain(index: int, request: Request) -> None:
             try:
@@ -182,7 +184,7 @@ class FakeEngine:
                 timer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def answer(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def answer(self, request: Request) -> AsyncIterator[TextOutput]:
         request_id, prompt_token_ids, params = request.request_id, request.prompt_token_ids, request.params
         assert request_id not in self.running
         prompt = self.tokenizer.decode(prompt_token_ids[:1000])
@@ -203,7 +205,12 @@ class FakeEngine:
                 scores = [None, *(self._scores(token, params.prompt_logprobs) for token in prompt_token_ids[1:])]
             if params.max_tokens == 0:
                 count = len(prompt_token_ids)
-                yield RequestOutput(request_id, "", [], None, "length", None, count, 0, 0, times, scores)
+                yield TextOutput(request_id, "", [], None, "length", None, count, 0, 0, times, scores)
+            if params.return_progress:
+                length, reading = len(prompt_token_ids), RequestTimes(times.arrival, times.scheduled)
+                for prefilled in (2, length // 2):
+                    await asyncio.sleep(0)
+                    yield TextOutput(request_id, "", [], None, None, None, length, 0, 2, reading, prefilled=prefilled)
             reply = self.reply[: params.max_tokens]
             for count, character in enumerate(reply, 1):
                 await asyncio.sleep(0)
@@ -215,7 +222,7 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 failed = count == 3 and "FAIL" in prompt
                 token = ord(character)
-                yield RequestOutput(
+                yield TextOutput(
                     request_id=request_id,
                     text=character,
                     token_ids=[token],
@@ -229,6 +236,7 @@ class FakeEngine:
                     prompt_logprobs=scores if count == 1 else None,
                     stop_string=self.stop_string if finish == "stop" else None,
                     selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
+                    prefilled=len(prompt_token_ids) if params.return_progress and count == 1 else None,
                 )
                 if failed:
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -198,6 +199,31 @@ def test_limits_hold_over_both(tiny_model: Path) -> None:
         assert not any(stream.is_over for stream in streams), "they were at work all the time"
         for stream in streams:
             stack.callback(stream.join)
+
+
+def test_what_is_kept_is_known_to_all(tiny_model: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**BODY, "max_tokens": 4}}
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": json.dumps(line).encode()}}
+    with server(tiny_model, TWO) as one:
+        family = one.family()
+
+        def ask(method: str, path: str, **options: Any) -> Any:
+            answer = httpx.request(
+                method, f"{one.url}/v1/{path}", timeout=SECONDS, **options
+            )  # a connection of its own
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        file = ask("POST", "files", **form)
+        assert all(ask("GET", f"files/{file['id']}") == file for _ in range(STREAMS))
+        about = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        batches = [ask("POST", "batches", json=about)["id"] for _ in range(STREAMS)]
+        for id in batches:
+            seconds_until(lambda id=id: ask("GET", f"batches/{id}")["status"] == "completed")
+            assert ask("GET", f"batches/{id}")["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        one.http.send_signal(signal.SIGTERM)
+        one.http.wait(SECONDS)
+        one.assert_nothing_is_left(family)
 
 
 def test_a_worker_is_killed(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -52,6 +53,19 @@ def test_a_snapshot_that_was_changed_is_not_restored(serve: Serve, tmp_path: Pat
         error = error_of(client.post("/cache/restore", name="x"), 404)
         assert error["message"] == "what was saved as 'x' is not all there any more; save it anew"
         assert client.cached(tokens(1)) == 0
+
+
+def test_a_disk_that_cannot_be_written_to_is_said_at_once(serve: Serve, tmp_path: Path) -> None:
+    with serve() as client:
+        client.done("/cache/save", name="x", prompt=tokens(1))
+        shutil.rmtree(tmp_path / "cache")
+        (tmp_path / "cache").write_text("in its place")
+        for seed in (2, 3):
+            began = time.monotonic()
+            error = error_of(client.post("/cache/save", name="y", prompt=tokens(seed)), 503)
+            assert error["code"] == "not_done" and "disk: Not a directory; it is tried again in" in error["message"]
+            assert str(tmp_path) not in error["message"]
+            assert time.monotonic() - began < 20  # it is tried again after 30 s
 
 
 def test_more_than_host_memory_has_room_for(serve: Serve) -> None:

@@ -150,8 +150,8 @@ WRONG = [
     ({"messages": []}, "messages"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "user's"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images, documents"),
+    ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "text alone"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images, search"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "'tool_use'"),
     ({"messages": [{"role": "assistant", "content": [TURNS[2]["content"][0]]}, *HI]}, "'tool_result'"),
     ({"messages": [{"role": "system", "content": "x"}]}, "role"),
@@ -171,6 +171,17 @@ def problem(answer, status, kind):
     MessagesError.model_validate(answer.json(), strict=True)
     assert answer.json()["error"]["type"] == kind
     return answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("temperature", 0.5), ("stream", True), ("top_k", 3), ("max_tokens", 9), ("x", {})]
+)
+def test_a_count_may_have_any_field_of_a_message(send, name, value):
+    answer = send(url=f"{URL}/count_tokens", **{name: value})
+    if name == "max_tokens":
+        assert "max_tokens" in problem(answer, 400, "invalid_request_error")
+    else:
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("body, reason", WRONG)
@@ -193,7 +204,7 @@ def test_every_other_error_has_it_too(engine):
         (401, "authentication_error", ask(wrong)),
         (401, "authentication_error", ask({})),
         (404, "not_found_error", ask(model="other")),
-        (404, "not_found_error", ask(url=f"{URL}/batches")),
+        (404, "not_found_error", ask(url=f"{URL}/nothing")),
         (405, "invalid_request_error", ask(method="PUT")),
         (413, "request_too_large", ask(system="x" * 2000)),
         (500, "api_error", ask(messages=[{"role": "user", "content": "BUG"}])),

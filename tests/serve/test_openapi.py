@@ -13,6 +13,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.app import build_app
+from shadowkv.serve.batch import file_routes, message_routes, routes
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, RANGES
 from shadowkv.serve.http import status_routes
 from shadowkv.serve.http.routing import Error
@@ -38,6 +39,15 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("POST", "/cache/save", {"name": "a", "prompt": [72], "cache_salt": "x"}, answers.SavedPrompt),
     ("POST", "/cache/save", {"name": "a", **CHAT}, answers.SavedPrompt),
     ("POST", "/cache/restore", {"name": "kept"}, answers.RestoredPrompt),
+    ("GET", "/v1/files", None, file_routes.FileList),
+    ("GET", "/v1/batches", None, routes.BatchList),
+    ("GET", "/v1/messages/batches", None, message_routes.MessageBatchList),
+    (
+        "POST",
+        "/v1/messages/batches",
+        {"requests": [{"custom_id": "a", "params": {}}]},
+        message_routes.MessageBatch,
+    ),
     ("GET", "/tokenizer_info", None, answers.TokenizerInfo),
     ("POST", "/v1/chat/completions", {**CHAT, "return_selections": True}, answers.ChatCompletion),
     ("POST", "/v1/completions", {"prompt": "Hi", "return_selections": True}, answers.Completion),
@@ -55,6 +65,12 @@ ERRORS = [
     (404, "GET", "/v1/models/other", None),
     (400, "POST", "/cache/save", {"name": "../a", "prompt": "Hi"}),
     (404, "POST", "/cache/save", {"name": "a", "prompt": "Hi", "model": "other"}),
+    (404, "POST", "/v1/batches", {"input_file_id": "x", "endpoint": "/v1/responses"}),
+    (400, "POST", "/v1/messages/batches", {"requests": []}),
+    (400, "GET", "/v1/batches?limit=x", None),
+    (404, "GET", "/v1/responses/x", None),
+    (404, "DELETE", "/v1/files/x", None),
+    (404, "POST", "/v1/messages/batches/x/cancel", None),
     (404, "POST", "/cache/restore", {"name": "UnknownName"}),
     (409, "POST", "/cache/restore", {"name": "UnusableName"}),
     (503, "POST", "/cache/restore", {"name": "NotDone"}),
@@ -78,6 +94,7 @@ def openapi():
     app = build_app(FakeEngine(), "fake")
     yield app.openapi()
     app.state.bodies.close()
+    app.state.store.close()
 
 
 @pytest.fixture
@@ -86,7 +103,7 @@ def paths(openapi):
 
 
 def documented(paths, method, url):
-    path = "/v1/models/{name}" if url.startswith("/v1/models/") else url
+    path = "/v1/models/{name}" if url.startswith("/v1/models/") else url.partition("?")[0].replace("/x", "/{id}")
     return paths[path][method.lower()]["responses"]
 
 
@@ -111,6 +128,7 @@ def test_errors_are_as_documented(status, method, url, body, engine, paths):
 
     answer = asyncio.run(ask())
     app.state.bodies.close()
+    app.state.store.close()
     assert answer.status_code == status
     error = MessagesError if url.startswith("/v1/messages") else Error
     error.model_validate(answer.json(), strict=True)
@@ -152,6 +170,7 @@ def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
 
     answer = asyncio.run(ask())
     app.state.bodies.close()
+    app.state.store.close()
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.headers["x-request-id"]
     Error.model_validate(answer.json(), strict=True)

@@ -1,28 +1,58 @@
-"""The page in Chromium: everything that a person does with it. Without playwright or a Chromium it is skipped.
+"""The page in Chromium, before an engine whose answers are known. Without playwright or a Chromium it is skipped.
 
-make .venv/.installed-browser && apt-get install chromium
-PAGE_SCREENSHOTS=docs/page python -m pytest tests/serve/test_page_browser.py
+make .venv/.installed-test-slow && apt-get install chromium
+PAGE_SCREENSHOTS=docs/page python -m pytest tests/serve/test_page_browser.py tests/serve/test_page_model.py
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
 from http_server import http_server
-from page_browser import Server, axe, chromium, shot
-from page_files import FACT, QUESTION, log, pdf
+from page_browser import add, ask, chromium, look_at, page_of
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives a browser")
 expect = sync_api.expect
-expect.set_options(timeout=120_000)  # a prompt of 1,000 tokens takes a while on a busy CPU
 
-STORY = "Write a very long story about a ship that is lost at sea, with many chapters."
-DESKTOP, PHONE = {"width": 1120, "height": 860}, {"width": 390, "height": 844}
+ANSWER = """## What it says
+
+The **key** is under the _third_ stair, see [the log](https://example.org/log) & `day 10`:
+
+1. fog
+2. frost
+
+| day | seen |
+| --- | --- |
+| 10 | <b>nobody</b> |
+
+```python
+print("<i>")
+```
+
+- [x] read
+![x](https://example.org/x.png)<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
+[out](javascript:window.hacked=1)"""
+
+
+class SlowReader(FakeEngine):
+    """Reads prompts slowly."""
+
+    pause = 1.5
+
+    async def answer(self, request):
+        async for output in super().answer(request):
+            yield output
+            if output.is_progress:
+                await asyncio.sleep(self.pause)
 
 
 @pytest.fixture(scope="module")
@@ -34,177 +64,329 @@ def browser():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def server(browser, tmp_path_factory):
-    disk = tmp_path_factory.mktemp("prefixes")
-    flags = "--kv-dense-below=0", "--max-model-len=4096", "--compare=full", "--kv-offload-gib=0.25", "--kv-disk-gib=0.5"
-    server = Server(*flags, f"--kv-disk-dir={disk}")
-    yield server
-    server.kill()
+@pytest.fixture
+def page(browser):
+    with page_of(browser) as found:
+        yield found
 
 
 @pytest.fixture
-def page(browser):
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", reduced_motion="reduce")
-    page, errors = context.new_page(), []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
-    yield page
-    context.close()
-    assert not errors
-
-
-def upload(page, name="lighthouse.pdf", content=None):
-    content = pdf(log(24)) if content is None else content
-    page.set_input_files("#file", {"name": name, "mimeType": "application/octet-stream", "buffer": content})
-
-
-def question(page, text):
-    page.fill("#question", text)
-    page.press("#question", "Control+Enter")
-
-
-def test_upload_ask_compare_and_look_at_places(browser, server, tmp_path_factory):
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", reduced_motion="reduce", bypass_csp=True)
-    page = context.new_page()
-    page.goto(server.url)
-    expect(page.locator("#model")).to_contain_text("turbo · 4,096 tokens")
-    upload(page)
-    expect(page.locator("#size")).to_have_text(re.compile(r"2 pages, [\d,]+ tokens"))
-    page.check("#compare")
-    question(page, QUESTION)
-    expect(page.locator("#send")).to_be_enabled()
-    served, full = page.locator(".answer-text").all()
-    expect(served).to_contain_text("third stair")
-    expect(full).to_have_attribute("aria-busy", "false")
-    expect(page.locator("#divergence")).to_be_visible()
-
-    # The fact is among the places that were attended to most, and is read there.
-    places = page.locator("#places button")
-    found = places.filter(has_text=re.compile("keeper hid|brass key|third stair")).first
-    found.click()
-    expect(found).to_have_attribute("aria-current", "")
-    here = page.locator("#reader .here")
-    expect(here).to_be_in_viewport()
-    assert any(word in FACT for word in here.text_content().split())
-    shot(page, "answer", full_page=True)
-
-    # By keyboard: along the strip, and through the tokens of the answer.
-    strip = page.locator("#strip")
-    before = int(strip.get_attribute("aria-valuenow"))
-    strip.press("ArrowRight")
-    expect(strip).to_have_attribute("aria-valuenow", str(before + 1))
-    assert "of attention, tokens" in strip.get_attribute("aria-valuetext")
-    strip.press("Home")
-    expect(strip).to_have_attribute("aria-valuenow", "0")
-    page.locator("#token").press("ArrowRight")
-    expect(page.locator("#token-text")).to_have_text("“The”, chosen by prefill")
-    served.locator(".told").nth(3).click()
-    expect(page.locator("#token-text")).to_contain_text("“")
-    expect(served.locator(".chosen")).to_have_count(1)
-    box = strip.bounding_box()
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    assert int(strip.get_attribute("aria-valuenow")) > 10
-
-    # What was computed is kept, and moves down the tiers.
-    for tier in ("device", "host", "disk"):
-        expect(page.locator(f"[data-tier={tier}] .blocks li").first).to_be_visible()
-    expect(page.locator("#figures")).to_contain_text("First token after")
-
-    script = axe(tmp_path_factory.mktemp("axe"))
-    for name, scheme, size in (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE)):
-        page.emulate_media(color_scheme=scheme)
-        page.set_viewport_size(size)
-        expect(page.locator("html")).to_have_attribute("data-theme", scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-        if name != "light":
-            shot(page, name, full_page=name == "dark")
-        if script is not None:
-            page.evaluate(script)
-            report = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'wcag22aa', 'best-practice']})")
-            found = [(one["id"], [node["html"][:90] for node in one["nodes"]]) for one in report["violations"]]
-            assert not found, f"{name}: {found}"
-    context.close()
-
-
-def test_stop_keeps_what_has_come(page, server):
-    page.goto(server.url)
-    expect(page.locator("#model")).not_to_be_empty()
-    question(page, STORY)
-    expect(page.locator(".answer-text span").nth(8)).to_be_visible()
-    expect(page.locator("#attended-note")).to_contain_text("Everything")  # as short as that it is dense
-    page.keyboard.press("Escape")
-    expect(page.locator(".meta")).to_contain_text("stopped")
-    expect(page.locator("#send")).to_be_enabled()
-    expect(page.locator("#figures dd").first).to_have_text("0")  # the server has let go of it
-    expect(page.locator("#ask-error")).to_be_hidden()
-    assert len(page.locator(".answer-text").text_content()) > 8
-
-
-def test_a_reload_in_mid_answer(page, server):
-    page.goto(server.url)
-    expect(page.locator("#model")).not_to_be_empty()
-    question(page, STORY)
-    expect(page.locator(".answer-text span").first).to_be_visible()
-    page.reload()
-    expect(page.locator("#status")).to_contain_text("loaded anew in the middle of an answer")
-    expect(page.locator("#figures dd").first).to_have_text("0")
-    question(page, "What is the capital of France?")
-    expect(page.locator("#send")).to_be_enabled()
-    expect(page.locator(".answer-text")).to_contain_text("Paris")
-    page.reload()  # nothing was broken off this time
-    expect(page.locator("#model")).not_to_be_empty()
-    expect(page.locator("#status")).to_be_hidden()
-
-
-def test_a_server_that_goes_and_comes_back(page, server):
-    page.goto(server.url)
-    expect(page.locator("#model")).not_to_be_empty()
-    question(page, STORY)
-    expect(page.locator(".answer-text span").nth(4)).to_be_visible()
-    server.kill()
-    expect(page.locator("#ask-error")).to_contain_text("went away in the middle of the answer")
-    expect(page.locator("#status")).to_contain_text("The server is gone")
-    kept = page.locator(".answer-text").text_content()
-    assert kept
-    server.start()
-    expect(page.locator("#status")).to_contain_text("The server is back")
-    question(page, "What is the capital of France?")
-    expect(page.locator("#send")).to_be_enabled()
-    expect(page.locator(".answer-text")).to_contain_text("Paris")
-    expect(page.locator("#ask-error")).to_be_hidden()
-
-
-def test_where_two_answers_part_is_marked(page):
-    engine, other = FakeEngine(), FakeEngine()
-    engine.max_model_len, other.kv, other.reply = 1000, "full", "Hello there, wörld."
-    other.max_model_len = 1000
-    with http_server(build_app(engine, "fake", None, other)) as url:
-        page.goto(url)
-        page.check("#compare")
-        question(page, "Hi")
-        expect(page.locator("#divergence")).to_have_text(
-            "The answers agree for 1 word; the first token that differs is marked."
-        )
-        served, full = page.locator(".answer-text").all()
-        expect(served.locator(".apart")).to_have_text("w")
-        expect(full.locator(".apart")).to_have_text("t")
-        other.reply = engine.reply
-        question(page, "Hi")
-        expect(page.locator("#divergence")).to_contain_text("are the same")
-        page.uncheck("#compare")
-        question(page, "Hi")
-        expect(page.locator(".answer-text")).to_have_count(1)
-        expect(page.locator("#divergence")).to_be_hidden()
-
-
-def test_the_key_is_asked_for_and_stored_nowhere(page):
+def engine():
     engine = FakeEngine()
+    engine.max_model_len, engine.kv = 4000, "turbo"
+    return engine
+
+
+@pytest.fixture
+def url(engine):
+    with http_server(build_app(engine, "fake")) as url:
+        yield url
+
+
+def opened(page, url):
+    page.goto(url)
+    expect(page.locator("#model")).to_contain_text("fake · turbo (compressed cache) · reads up to 4,000 tokens")
+
+
+def test_at_first(page, url):
+    opened(page, url)
+    expect(page.locator("#figures")).to_contain_text("Waiting")
+    page.wait_for_timeout(1200)
+    look_at(page, "start", "light", "phone")
+
+
+def test_a_chat_goes_on_and_is_kept(page, url, engine):
+    opened(page, url)
+    add(page, "one.txt", b"First text.")
+    add(page, "two.txt", b"Second text.")
+    expect(page.locator("#documents li")).to_contain_text(["one.txt11 tokens", "two.txt12 tokens"])
+    look_at(page, "documents", "light")
+    ask(page, "What is first?")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    expect(page.locator("#documents")).to_be_hidden()
+    expect(page.locator("#question")).to_have_value("")
+    ask(page, "And then?")
+    expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 2)
+    expect(page.locator(".meta").last).to_contain_text("found in the cache")
+    add(page, "three.txt", b"Third text.")
+    ask(page, "And last?")
+    expect(page.locator(".answer-text").nth(2)).to_have_text("Hello wörld.")
+    first, second, third = engine.prompts
+    # Each begins with the one before, token by token (a character is one), so that is found in the cache.
+    assert first == "<user>one.txt:\n\nFirst text.\n\ntwo.txt:\n\nSecond text.\n\nWhat is first?<assistant>"
+    assert second == f"{first}Hello wörld.<user>And then?<assistant>"
+    assert third == f"{second}Hello wörld.<user>Third text.\n\nAnd last?<assistant>"
+    look_at(page, "chat", "light", "phone")
+
+    page.reload()
+    expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 3)
+    expect(page.locator(".asked .documents li").first).to_contain_text("one.txt")
+    ask(page, "Once more?")
+    expect(page.locator(".answer-text")).to_have_text(["Hello wörld."] * 4)
+    assert engine.prompts[-1] == f"{third}Hello wörld.<user>Once more?<assistant>"  # with the texts of all documents
+
+    page.click("#new")
+    expect(page.locator(".turn")).to_have_count(0)
+    ask(page, "Another one")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    assert engine.prompts[-1] == "<user>Another one<assistant>"
+    expect(page.locator("#chats option")).to_have_text(["Another one", "What is first?"])
+    page.select_option("#chats", label="What is first?")
+    expect(page.locator(".turn")).to_have_count(4)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#delete")
+    expect(page.locator("#chats option")).to_have_text(["Another one"])
+    page.reload()
+    expect(page.locator("#chats option")).to_have_text(["Another one"])
+    assert page.evaluate(KEPT) == {"chats": 1, "documents": 0}
+
+
+KEPT = """async () => {
+  const opening = indexedDB.open("shadowkv");
+  const done = (request) => new Promise((resolve) => { request.onsuccess = () => resolve(request.result); });
+  const database = await done(opening), counts = {};
+  for (const name of database.objectStoreNames) {
+    counts[name] = await done(database.transaction(name).objectStore(name).count());
+  }
+  return counts;
+}"""
+
+
+def test_settings_reach_the_engine(page, url, engine):
+    opened(page, url)
+    page.click("#settings summary")
+    for field, value in (("length", "5"), ("temperature", "0.7"), ("system", "Be short.")):
+        page.fill(f"#{field}", value)
+        page.locator(f"#{field}").blur()
+    expect(page.locator("#settings-words")).to_have_text("up to 5 tokens, temperature 0.7, with a system prompt")
+    look_at(page, "settings", "light")
+    ask(page, "Hi")
+    expect(page.locator(".answer-text")).to_have_text("Hello")
+    assert (engine.params[-1].max_tokens, engine.params[-1].temperature) == (5, 0.7)
+    assert engine.prompts[-1] == "<system>Be short.<user>Hi<assistant>"
+
+    expect(page.locator(".meta").last).to_contain_text("cut off after 5 tokens")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".answer-text")).to_have_text("HelloHello")
+    assert engine.prompts[-1] == "<system>Be short.<user>Hi<assistant>Hello"
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".answer-text")).to_have_text("Hello")
+    assert engine.prompts[-1] == engine.prompts[0]
+    expect(page.locator("#stop")).to_be_disabled()
+    page.reload()
+    expect(page.locator("#settings-words")).to_have_text("up to 5 tokens, temperature 0.7, with a system prompt")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".answer-text")).to_have_text("HelloHello")
+
+
+def test_models_without_a_chat_template(page, engine):
+    engine.tokenizer.chat_template = None
+    with http_server(build_app(engine, "fake")) as url:
+        opened(page, url)
+        page.click("#settings summary")
+        page.fill("#system", "Be short.")
+        add(page, "one.txt", b"First text.")
+        ask(page, "What is first?")
+        expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+        ask(page, "And then?")
+        expect(page.locator(".answer-text")).to_have_count(2)
+        expect(page.locator("#send")).to_be_enabled()
+    first = "\x01Be short.\n\nFirst text.\n\nQuestion: What is first?\nAnswer:"
+    assert engine.prompts == [first, f"{first}Hello wörld.\n\nQuestion: And then?\nAnswer:"]
+
+
+def test_thoughts_are_apart_and_not_sent_again(page, engine):
+    engine.reply = "<think>Hm, a key.</think>Under the stair."
+    with http_server(build_app(engine, "fake", ServerSettings(reasoning_parser="qwen3"))) as url:
+        opened(page, url)
+        ask(page, "Where?")
+        expect(page.locator(".answer-text")).to_have_text("Under the stair.")
+        page.click(".thoughts summary")
+        expect(page.locator(".thoughts > div")).to_have_text("Hm, a key.")
+        look_at(page, "thoughts", "light")
+        ask(page, "Why?")
+        expect(page.locator(".answer-text")).to_have_count(2)
+        expect(page.locator("#send")).to_be_enabled()
+        assert engine.prompts[-1] == "<user>Where?<assistant>Under the stair.<user>Why?<assistant>"
+
+
+def test_a_browser_that_keeps_nothing(page, url):
+    page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('refused'); } })")
+    opened(page, url)
+    expect(page.locator("#kept-note")).to_contain_text("This browser keeps nothing for this page")
+    add(page, "one.txt", b"First text.")
+    ask(page, "What is first?")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    expect(page.locator("#send")).to_be_enabled()
+
+
+def test_enter_asks_and_shift_enter_breaks_the_line(page, url, engine):
+    opened(page, url)
+    page.fill("#question", "One")
+    page.press("#question", "Shift+Enter")
+    page.type("#question", "Two")
+    expect(page.locator(".turn")).to_have_count(0)
+    page.press("#question", "Enter")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    assert engine.prompts[-1] == "<user>One\nTwo<assistant>"
+    page.press("#question", "Enter")
+    expect(page.locator("#ask-error")).to_have_text("There is no question yet.")
+
+
+def test_copy_and_export(page, url, engine, tmp_path):
+    engine.reply = ANSWER
+    opened(page, url)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    add(page, "one.txt", b"First text.")
+    ask(page, "What is: first?")
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == ANSWER
+    with page.expect_download() as downloading:
+        page.click("#export")
+    assert downloading.value.suggested_filename == "What is first.md"
+    path = tmp_path / "chat.md"
+    downloading.value.save_as(path)
+    text = Path(path).read_text(encoding="utf-8")
+    assert text.startswith("# What is: first?\n\n## What is: first?\n\n- one.txt\n\n### turbo (compressed cache)\n\n")
+    assert ANSWER in text
+
+
+def test_markdown_without_any_markup_of_the_models(page, url, engine):
+    engine.reply = ANSWER
+    opened(page, url)
+    ask(page, "Hi")
+    answer = page.locator(".answer-text")
+    expect(answer.locator("h4")).to_have_text("What it says")
+    expect(answer.locator("strong")).to_have_text("key")
+    expect(answer.locator("ol li")).to_have_text(["fog", "frost"])
+    expect(answer.locator("td").nth(1)).to_have_text("<b>nobody</b>")
+    expect(answer.locator("pre")).to_have_text('print("<i>")\n')
+    expect(answer).to_contain_text("☑ read")
+    expect(answer).to_contain_text('<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">')
+    for kind in ("script", "img", "b", "i", "input", "[onerror]", "[href^=javascript]"):
+        expect(answer.locator(kind)).to_have_count(0)
+    link = answer.get_by_role("link", name="the log")
+    assert link.get_attribute("href") == "https://example.org/log" and "noopener" in link.get_attribute("rel")
+    assert page.evaluate("window.hacked") is None
+
+    # Every character that is shown is of the token that it came in.
+    shown = answer.evaluate("node => [...node.querySelectorAll('span')].map(span => span.textContent)")
+    assert all(len(one) == 1 for one in shown) and "".join(shown).startswith("What it saysThe key is under the third")
+    answer.locator("strong span").nth(1).click()
+    expect(page.locator("#token-text")).to_have_text("“e”")
+    expect(answer.locator(".chosen")).to_have_text("e")
+
+    # A word that is chosen stays readable under the pointer.
+    answer.locator(".chosen").hover()
+    style = answer.locator(".chosen").evaluate(
+        "node => [getComputedStyle(node).backgroundColor, getComputedStyle(node).color]"
+    )
+    assert style == ["rgb(138, 69, 16)", "rgb(255, 255, 255)"]
+    look_at(page, "markdown", "light", "dark")
+
+
+def test_what_is_read_of_a_prompt_is_shown(page):
+    engine = SlowReader()
+    engine.max_model_len, engine.kv = 4000, "turbo"
+    with http_server(build_app(engine, "fake")) as url:
+        opened(page, url)
+        add(page, "one.txt", b"x" * 2000)
+        ask(page, "Hi")
+        told = page.locator(".reading")
+        expect(told).to_contain_text("reading the prompt: 1,010 of 2,021 tokens, 2 of them found in the cache")
+        expect(told).to_contain_text("a second ·")
+        expect(told).to_contain_text("s left")
+        bar = told.locator("progress")
+        assert bar.evaluate("node => [node.value, node.max]") == [1010, 2021]
+        engine.pause = 15
+        page.keyboard.press("Escape")
+        expect(page.locator(".meta").last).to_have_text("stopped")
+        page.get_by_role("button", name="Regenerate").click()
+        expect(told).to_contain_text("reading the prompt: 2 of")
+        look_at(page, "reading", "light")
+        for control in ("#chats", "#new", "#delete", "#send"):  # the chat stays open while it is answered
+            expect(page.locator(control)).to_be_disabled()
+        page.keyboard.press("Escape")
+        expect(told).to_be_hidden()
+        expect(page.locator("#new")).to_be_enabled()
+
+
+@pytest.fixture
+def short_url(engine):
     engine.max_model_len = 1000
+    with http_server(build_app(engine, "fake")) as url:
+        yield url
+
+
+def test_what_is_too_long_is_not_asked(page, short_url, engine):
+    page.goto(short_url)
+    page.click("#paste summary")
+    page.fill("#pasted", "A text that is short. " * 90)
+    page.click("#take")
+    note = page.locator("#too-long")
+    expect(note).to_contain_text(
+        "Too long to ask: what is added 1,980 tokens, and this model takes 1,000 with the answer."
+    )
+    expect(page.locator("#send")).to_be_disabled()
+    page.fill("#question", "What is short?")
+    page.press("#question", "Enter")
+    page.wait_for_timeout(300)
+    assert not engine.prompts
+    look_at(page, "too-long", "light")
+    page.get_by_role("button", name="Keep the beginning").click()
+    expect(page.locator("#documents li")).to_contain_text("Pasted text (the beginning)872 tokens")
+    expect(note).to_be_hidden()
+    ask(page, "What is short?")
+    expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
+    assert engine.prompts[-1].count("What is short?") == 1
+    assert engine.params[-1].max_tokens == 1000 - len(engine.prompts[-1])  # of the 512, as many as there is room for
+
+    # Nor does a chat go on that is full, and a question that turns out to be too long is not lost.
+    expect(note).to_have_text(
+        re.compile(r"Too long to go on: the chat so far has 9\d\d tokens, and this model takes 1,000\.")
+    )
+    expect(page.locator("#send")).to_be_disabled()
+    page.click("#new")
+    page.fill("#question", "x" * 1200)
+    page.press("#question", "Enter")
+    expect(page.locator("#ask-error")).to_contain_text("That is too long: the prompt has 1,217 tokens, and this model")
+    expect(page.locator("#question")).to_have_value("x" * 1200)
+    expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_where_two_answers_part_is_marked(page, engine):
+    other = FakeEngine()
+    engine.reply, other.max_model_len, other.kv = "Hello there, wörld.", 4000, "full"
+    with http_server(build_app(engine, "fake", None, other)) as url:
+        opened(page, url)
+        page.check("#compare")
+        ask(page, "Hi")
+        parted = page.locator(".divergence")
+        expect(parted).to_have_text("The answers agree for 1 word; the first token that differs is marked.")
+        expect(page.locator("h3").nth(1)).to_have_text("turbo (compressed cache)")
+        served, full = page.locator(".answer-text").all()
+        expect(served.locator(".apart")).to_have_text("t")
+        expect(full.locator(".apart")).to_have_text("w")
+        look_at(page, "compare", "light")
+        other.reply = engine.reply
+        ask(page, "Hi")
+        expect(parted.nth(1)).to_contain_text("are the same")
+        assert "<assistant>Hello there, wörld.<user>Hi" in engine.prompts[-1] == other.prompts[-1]
+        page.uncheck("#compare")
+        ask(page, "Hi")
+        expect(page.locator(".turn").nth(2).locator(".answer-text")).to_have_count(1)
+        expect(parted.nth(2)).to_be_hidden()
+        page.reload()
+        expect(parted.first).to_contain_text("agree for 1 word")
+
+
+def test_the_key_is_asked_for_and_stored_nowhere(page, engine):
     with http_server(build_app(engine, "fake", ServerSettings(api_key=("other", "secret")))) as url:
         page.goto(url)
         dialog = page.locator("#key-dialog")
         expect(dialog).to_be_visible()
+        look_at(page, "key", "light", whole=False)
         page.keyboard.press("Escape")
         expect(dialog).to_be_visible()
         page.fill("#key", "wrong")
@@ -215,59 +397,45 @@ def test_the_key_is_asked_for_and_stored_nowhere(page):
         expect(dialog).to_be_hidden()
         expect(page.locator("#model")).to_contain_text("fake")
         expect(page.locator("#figures")).to_contain_text("Waiting")
-        question(page, "Hi")
+        ask(page, "Hi")
         expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
-        assert page.context.storage_state() == {"cookies": [], "origins": []}
+        assert "Hello" in str(state := page.context.storage_state(indexed_db=True)) and "secret" not in str(state)
+        assert not state["cookies"] and all(not one["localStorage"] for one in state["origins"])
         page.reload()
         expect(dialog).to_be_visible()
 
 
-def test_documents_that_cannot_be_taken_get_one_clear_line(page):
-    engine = FakeEngine()
-    engine.max_model_len = 1000
-    with http_server(build_app(engine, "fake")) as url:
-        page.goto(url)
-        expect(page.locator("#model")).not_to_be_empty()
-        error = page.locator("#document-error")
-        upload(page, "picture.png", b"\x89PNG\0\0")
-        expect(error).to_have_text("picture.png: this file is neither a PDF nor text")
-        expect(page.locator("#drop")).to_be_visible()
-        upload(page, "big.pdf", b"%PDF-" + bytes(20 * 2**20))
-        expect(error).to_have_text("big.pdf has 20 MB; documents of up to 20 MB can be read.")
-        upload(page, "empty.txt", b" ")
-        expect(error).to_have_text("empty.txt: this file has no text")
-        page.get_by_text("Paste text").click()
-        page.fill("#pasted", "A text that is short. " * 90)
-        page.click("#take")
-        expect(error).to_contain_text("too long: this model takes 1,000 tokens")
-        page.click("#cut")
-        expect(page.locator("#name")).to_have_text("Pasted text (the beginning)")
-        expect(page.locator("#size")).to_have_text("680 tokens")
-        expect(error).to_be_hidden()
-        question(page, "What is short?")
-        expect(page.locator(".answer-text")).to_have_text("Hello wörld.")
-        assert "A text that is short." in engine.prompts[-1] and engine.prompts[-1].count("What is short?") == 1
-        page.click("#remove")
-        expect(page.locator("#drop")).to_be_visible()
-        expect(error).to_be_hidden()
-        page.fill("#question", "")
-        page.click("#send")
-        expect(page.locator("#ask-error")).to_have_text("There is no question yet.")
+def test_documents_that_cannot_be_taken_get_one_clear_line(page, url):
+    opened(page, url)
+    error = page.locator("#document-error")
+    add(page, "picture.png", b"\x89PNG\0\0")
+    expect(error).to_have_text("picture.png: this file is neither a PDF nor text")
+    expect(page.locator("#documents")).to_be_hidden()
+    look_at(page, "refused", "light", whole=False)
+    add(page, "big.pdf", b"%PDF-" + bytes(20 * 2**20))
+    expect(error).to_have_text("big.pdf has 20 MB; documents of up to 20 MB can be read.")
+    add(page, "empty.txt", b" ")
+    expect(error).to_have_text("empty.txt: this file has no text")
+    page.click("#paste summary")
+    page.click("#take")
+    expect(error).to_have_text("There is no text to use yet.")
+    add(page, "one.txt", b"First text.")
+    expect(error).to_be_hidden()
+    page.get_by_role("button", name="Remove one.txt").click()
+    expect(page.locator("#documents")).to_be_hidden()
 
 
-def test_keys_and_theme(page):
-    with http_server(build_app(FakeEngine(), "fake")) as url:
-        page.goto(url)
-        expect(page.locator("#model")).not_to_be_empty()
-        order = []
-        for _ in range(7):
-            page.keyboard.press("Tab")
-            order.append(page.evaluate_handle("document.activeElement").get_property("id").json_value())
-        assert order[:3] == ["", "theme", "file"] and order.index("question") < order.index("send")
-        page.focus("#theme")
-        page.keyboard.press("Enter")
-        expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-        expect(page.locator("#theme")).to_have_text("Light")
-        page.emulate_media(color_scheme="dark")
-        page.keyboard.press("Enter")
-        expect(page.locator("html")).to_have_attribute("data-theme", "light")
+def test_keys_and_theme(page, url):
+    opened(page, url)
+    order = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate_handle("document.activeElement").get_property("id").json_value())
+    assert order[:5] == ["", "theme", "chats", "question", "send"] and "file" in order
+    page.focus("#theme")
+    page.keyboard.press("Enter")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    expect(page.locator("#theme")).to_have_text("Light")
+    page.emulate_media(color_scheme="dark")
+    page.keyboard.press("Enter")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")

@@ -71,7 +71,7 @@ def test_a_whole_answer_repeats_what_was_asked_for(respond):
     }
     body = respond(REPLY, input="Hi", store=True, **asked).json()
     Response.model_validate(body, strict=True)
-    assert {name: body[name] for name in asked} == asked and body["store"] is False
+    assert {name: body[name] for name in asked} == asked and body["store"] is True
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     (message,) = body["output"]
     assert (message["status"], message["content"][0]["text"]) == ("incomplete", REPLY[:4])
@@ -131,7 +131,6 @@ WRONG = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ({"input": [{**CALL, "arguments": "["}]}, "input[0].arguments"),
     ({"input": [{"role": "assistant", "content": "the template refuses this"}]}, "input"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),
     ({"background": True}, "background"),
     ({"include": ["message.output_text.logprobs"]}, "include[0]"),
@@ -181,8 +180,10 @@ def test_openais_client(ask):
         engine.reply = json.dumps({"city": "Rome"})
         parsed = client.responses.parse(model="fake", input="Where?", text_format=City, max_output_tokens=30)
         assert parsed.output_parsed == City(city="Rome") and "city" in engine.params[-1].json_schema
-        with pytest.raises(openai.BadRequestError, match="stores no responses"):
+        with pytest.raises(openai.NotFoundError, match="the whole conversation"):
             create(input="Hi", previous_response_id="resp_1")
+        second = create(input="And now?", previous_response_id=create(input="Rome?").id)
+        assert engine.prompts[-1].endswith(f"<user>Rome?<assistant>{second.output_text}<user>And now?<assistant>")
         failed = list(create(input="FAIL", stream=True))[-1]
         assert failed.type == "response.failed" and "not finite" in failed.response.error.message
         engine.reply = REPLY
@@ -191,3 +192,22 @@ def test_openais_client(ask):
         assert engine.running
         stream.close()
         wait_until(lambda: not engine.running)
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_a_schema_of_any_depth_without_effect_is_not_repeated(call, kind):
+    statuses = set()
+    for depth in range(950, 1000):  # some can be read and cannot be written
+        schema = '{"a": ' * depth + "{}" + "}" * depth
+        body = f'{{"input": "Hi", "text": {{"format": {{"type": "{kind}", "schema": {schema}, "name": "x"}}}}}}'
+        answer = call("POST", URL, content=body, headers={"Content-Type": "application/json"})
+        statuses.add(answer.status_code)
+        assert answer.status_code == 400 or answer.json()["text"]["format"] == {"type": kind}
+    assert statuses == {200, 400}
+
+
+def test_fields_of_other_servers_have_no_effect(respond):
+    given = {"max_tool_calls": 3, "safety_identifier": "me", "prompt_cache_key": "k", "top_logprobs": 0}
+    answer = respond(REPLY, input="Hi", verbosity="low", text={"verbosity": "low"}, service_tier="flex", **given).json()
+    assert {name: answer[name] for name in given} == given
+    assert (answer["text"]["verbosity"], answer["service_tier"]) == ("low", "default")

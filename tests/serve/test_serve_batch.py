@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from fake_engine import REPLY
 
+from shadowkv.serve.batch.run import MOST_REASONS, OTHER_REASONS
+
 
 def line(custom_id, url="/v1/completions", method="POST", **body):
     return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
@@ -60,7 +62,16 @@ def test_bad_lines_become_records_and_the_rest_go_on(run, engine, capsys):
     assert answered["text"]["request_id"] == answered["text"]["body"]["id"]
     assert answered["long"]["body"]["error"]["code"] == "context_length_exceeded"
     assert not run.files.partial.exists()
-    assert "15 requests, 12 failed" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "15 requests, 12 failed" in out
+    assert "1 failed: line 4: not valid JSON: " in err and "1 failed, param first: suffix" in err
+    assert err.count(" failed") == MOST_REASONS + 1 and err.endswith(f" first: {OTHER_REASONS}\n")
+
+
+def test_equal_reasons_are_one_line(run, capsys):
+    assert run([line(str(n), prompt="Hi", model="other") for n in range(30)]) == 0
+    (said,) = [text for text in capsys.readouterr().err.splitlines() if " failed" in text]
+    assert said == "30 failed, 0 first: the model 'other' does not exist; this server has 'fake'"
 
 
 def test_requests_run_together_up_to_the_limit(run, engine):

@@ -54,7 +54,7 @@ def process(template):
 
 def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     served = []
-    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[3].tool_call_parser))
+    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[3].settings.tool_call_parser))
     flags = ["--port", "0", "--enable-auto-tool-choice"]
     for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
         monkeypatch.setattr(command, "start_engine", lambda config, compare, template=template: process(template))
@@ -80,7 +80,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
     monkeypatch.setattr(command, "start_engine", lambda *_: process("{{ messages }}"))
-    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[3].limit_concurrency))
+    monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[3].settings.limit_concurrency))
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
     told = f"--limit-concurrency 2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
     if limit is None:

@@ -128,3 +128,27 @@ def test_what_a_request_does_not_say_is_sampled_as_the_model_advises(post, engin
     post(endpoint, temperature=1.0, top_k=0)
     found = [(params.temperature, params.top_k, params.top_p) for params in engine.params]
     assert found == [(0.6, 20, 0.5), (1.0, 0, 1.0)]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_progress_of_a_prompt_comes_where_asked_for(post, call, endpoint):
+    length = 3 if endpoint == "completions" else len("<user>Hi<assistant>")
+    options = {"stream_options": {"include_usage": True}, "return_selections": True}
+    found = events(post(endpoint, stream=True, return_progress=True, **options))
+    reading = [chunk for chunk in found if "prompt_progress" in chunk]
+    assert found[: len(reading)] == reading  # before the first token
+    told = [chunk["prompt_progress"] for chunk in reading]
+    assert [one["processed"] for one in told][-1] == length and {one["total"] for one in told} == {length}
+    assert all(one.keys() == {"total", "cache", "processed", "time_ms"} and one["cache"] == 2 for one in told)
+    assert told[-1]["time_ms"] == pytest.approx(2000, rel=0.01)
+    empty = {"text": ""} if endpoint == "completions" else {"delta": {}}
+    assert all(
+        chunk["choices"] == [{"index": 0, **empty, "logprobs": None, "finish_reason": None}] and chunk["usage"] is None
+        for chunk in reading
+    )
+    plain = events(post(endpoint, stream=True, **options))
+    assert [chunk["choices"] for chunk in found[len(reading) :]] == [chunk["choices"] for chunk in plain]
+    whole = post(endpoint, return_progress=True)  # not streamed: there is nothing to tell before the end
+    assert "prompt_progress" not in whole.text and whole.json()["usage"]["completion_tokens"] == len(REPLY)
+    metrics = call("GET", "/metrics").text  # the first token comes once for each
+    assert 'time_to_first_token_seconds_count{model_name="fake"} 3.0' in metrics

@@ -109,7 +109,7 @@ def test_a_prompt_is_required(call):
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "content": "the template refuses this"}], "messages"),
     ],

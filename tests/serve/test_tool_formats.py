@@ -30,6 +30,12 @@ CASES = [
     (Hermes, "<tool_call>sunny <tool_ca", "<tool_call>sunny <tool_ca", []),
     (Hermes, '<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
     (Hermes, '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>', "", [("café", "{}")]),
+    (Hermes, '\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "", [F]),
+    (Hermes, '```json\n{\n  "name": "f",\n  "arguments": {"x": 1}\n}\n```', "", [F]),
+    (Hermes, f'```json\n{{"name": "g", "arguments": {NESTED}}}\n```\nDone.', "Done.", [G]),
+    (Hermes, ' ```json\n{"name": "f"}\n```', ' ```json\n{"name": "f"}\n```', []),
+    (Hermes, "```json\n[1]", "```json\n[1]", []),
+    (Hermes, 'See ```json\n{"name": "f", "arguments": {}}```', 'See ```json\n{"name": "f", "arguments": {}}```', []),
     (Llama3Json, ' {"name": "f", "parameters": {"x": 1}}', "", [F]),
     (
         Llama3Json,

@@ -17,7 +17,7 @@ import zmq
 
 from shadowkv.engine.answer_text import AnswerText
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.outputs import RequestOutput, TokenOutput
+from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
@@ -60,7 +60,7 @@ class ClientRequest:
     arrival: float = field(default_factory=time.monotonic)
 
 
-Observe = Callable[[], AbstractContextManager[Callable[[RequestOutput], None] | None]]
+Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | None]]
 
 
 class Answers:
@@ -92,7 +92,7 @@ class Answers:
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
-    async def read(self) -> list[tuple[int, RequestOutput]]:
+    async def read(self) -> list[tuple[int, TextOutput]]:
         """What has come since the last time, by the requests' numbers; waits for something. Raises the error that ended
         them. What comes for an answer after its end, until the engine knows of that, is left out."""
         if not self._outputs and self._error is None:
@@ -106,7 +106,7 @@ class Answers:
         self._ended |= {number for number, output in read if output.finish_reason is not None}
         return read
 
-    def _read(self, number: int, outputs: list[TokenOutput]) -> RequestOutput:
+    def _read(self, number: int, outputs: list[TokenOutput]) -> TextOutput:
         try:
             return self._texts[number].read(outputs)
         except Exception as error:  # of the tokenizer: other requests go on
@@ -114,7 +114,7 @@ class Answers:
             last = outputs[-1]
             what = f"internal error ({type(error).__name__}); the log has the details"
             counts = last.prompt_tokens, last.completion_tokens, last.cached_tokens
-            return RequestOutput(last.request_id, "", [], None, "error", what, *counts, last.times)
+            return TextOutput(last.request_id, "", [], None, "error", what, *counts, last.times)
 
 
 class EngineClient:
@@ -138,6 +138,7 @@ class EngineClient:
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
+        self.max_num_seqs = config.max_num_seqs
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended, self._error = False, False, cast("str | None", None)
         self.name, self._numbers = secrets.token_hex(4), itertools.count()
@@ -315,7 +316,7 @@ class EngineClient:
         requests: Sequence[ClientRequest],
         timeout: float | None = None,
         save: tuple[int, str] | None = None,
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    ) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """Outputs of requests as they are generated, with the number of each one; closing the iterator aborts them.
 
         Args:

@@ -209,7 +209,7 @@ class EngineCore:
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
         self._in_flight.add(add.request_id)
-        schema, grammars = add.params.json_schema, self.engine.requests.grammars
+        schema, grammars = add.params.rules, self.engine.requests.grammars
         # Compiled by now, unless its grammar had to make room for others.
         if schema is not None and not grammars.has(schema, add.params.json_one_line):
             self._compiling["large"].submit(self._make_request, client.decode(), add)

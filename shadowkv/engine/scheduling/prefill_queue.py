@@ -57,12 +57,14 @@ class PrefillAtWork:
     @property
     def leaders(self) -> list[Leader]:
         """Its prompts, with the tokens left to compute."""
-        requests = [running.request for running in self.rows]
+        return [Leader(running.request.prompt, left) for running, left in zip(self.rows, self.tokens_left, strict=True)]
+
+    @property
+    def tokens_left(self) -> list[int]:
+        """Tokens left to compute of each prompt, where half of the layers of all count as all layers of half."""
         left = 1 - self.done / max(self.pieces, self.done)
-        return [
-            Leader(request.prompt, int(left * (len(request.prompt_token_ids) - request.cached_tokens)))
-            for request in requests
-        ]
+        requests = [running.request for running in self.rows]
+        return [math.ceil(left * (len(request.prompt_token_ids) - request.cached_tokens)) for request in requests]
 
 
 class PrefillQueue:

@@ -22,8 +22,10 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.models.directory import GENERATION_CONFIG, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, NUMBERS, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
+from shadowkv.models.sources import Hub
+from shadowkv.models.tokenization.chat_template import template_source
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.registry import Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
@@ -109,7 +111,7 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
     """The model that ``config`` names, or a rank's part of it, on its device or on ``device``; raises ValueError for
     settings that are not valid."""
     device = device or device_of(config.device)
-    return load_model(
+    loaded = load_model(
         config.model,
         dtype=_dtype(config.dtype, device),
         device=device,
@@ -119,17 +121,38 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         group=group,
+        hub=_hub(config),
+        tokenizer=config.tokenizer,
     )
+    _give_template(loaded.tokenizer, config)
+    return loaded
 
 
 def tokenizer_from_config(config: EngineConfig) -> Tokenizer:
     """The tokenizer of the model that ``config`` names, for a process without it; raises as loading the model does."""
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         config.model,
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         hf_overrides=config.overrides,
+        hub=_hub(config),
+        tokenizer=config.tokenizer,
     )
+    _give_template(tokenizer, config)
+    return tokenizer
+
+
+def _hub(config: EngineConfig) -> Hub:
+    return Hub(config.revision, config.download_dir)
+
+
+def _give_template(tokenizer: Tokenizer, config: EngineConfig) -> None:
+    if config.chat_template is None:
+        return
+    try:
+        tokenizer.use_template(template_source(config.chat_template))
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"chat_template={config.chat_template!r:.200}: {error}", ["chat_template"]) from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -238,17 +261,27 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
     return read_sampling(directory)
 
 
-def checked_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults``, if a request may ask for them; raises ValueError."""
+def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``defaults`` with ``overrides`` in place of their own, if a request may ask for them; raises ValueError."""
+    if unknown := [name for name in overrides if name not in NUMBERS]:
+        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(NUMBERS)}"
+        also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""
+        names = ["override_generation_config", "default_max_tokens"]
+        raise SettingsError(f"override_generation_config {reason}{also}", names)
     try:
         SamplingParams(**defaults)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         remedy = "correct it, or leave it out with generation_config='vllm'"
         raise SettingsError(f"{GENERATION_CONFIG}: {error}; {remedy}", ["generation_config"]) from error
-    return dict(defaults)
+    try:
+        SamplingParams(**{**defaults, **overrides})
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"override_generation_config: {error}", ["override_generation_config"]) from error
+    return {**defaults, **overrides}
 
 
-def defaults_in_words(defaults: Mapping[str, Any]) -> list[str]:
-    """Lines for the start of a server."""
+def defaults_in_words(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
+    """Lines for the start of a server; ``overridden`` says whether some are not those of a file."""
+    source = f"{GENERATION_CONFIG}, overridden" if overridden else GENERATION_CONFIG
     values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    return [f"sample  {values} where a request does not say ({GENERATION_CONFIG})"] if defaults else []
+    return [f"sample  {values} where a request does not say ({source})"] if defaults else []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.request import RequestError
+from shadowkv.engine.structured.grammar_text import grammar_kind
 from shadowkv.engine.structured.json_schema import check_schema, refusal
 from shadowkv.engine.structured.trials import SECONDS, SchemaTrials
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema, new_compiler
@@ -66,7 +67,7 @@ class GrammarCompiler:
         except RequestError:
             raise
         except ValueError as error:
-            raise refusal(str(error)) from error
+            raise refusal(str(error), schema) from error
         self._keep(schema, one_line, grammar)
         return grammar
 
@@ -75,8 +76,10 @@ class GrammarCompiler:
         return self._look_up(schema, one_line) is not None
 
     def constraint(self, schema: str, one_line: bool = False) -> GrammarConstraint:
-        """A new position at the start of ``schema``'s grammar; raises RequestError as ``compile`` does."""
-        return GrammarConstraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
+        """A new position at the start of the grammar of a schema, or of other rules (``grammar_text``); raises
+        RequestError as ``compile`` does."""
+        grammar = self.compile(schema, one_line)
+        return GrammarConstraint(grammar, self._vocab_size, self._allowed if grammar_kind(schema) is None else None)
 
     def _build(self) -> xgrammar.GrammarCompiler:
         info = self._vocabulary().info()
@@ -104,7 +107,7 @@ class GrammarCompiler:
 class GrammarConstraint:
     """Position of one request in its grammar."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor | None) -> None:
         import xgrammar
 
         self._allowed = allowed
@@ -115,7 +118,8 @@ class GrammarConstraint:
     def mask(self, logits: Tensor) -> None:
         """Sets the logits [V] of tokens that may not come next to -inf, in place."""
         self._matcher.fill_next_token_bitmask(self._mask, 0)
-        self._mask &= self._allowed
+        if self._allowed is not None:
+            self._mask &= self._allowed
         self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
 
     def accept(self, token: int) -> bool:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from shadowkv.engine.request import RequestError
+from shadowkv.engine.structured.grammar_text import grammar_kind
 
 ANY_JSON: dict[str, Any] = {}
 """The schema that any JSON object or value satisfies."""
@@ -72,13 +73,21 @@ class SchemaCost:
         return "small" if is_small else "medium"
 
 
-def refusal(reason: str) -> RequestError:
-    """What a client is told about a schema that cannot be followed."""
-    return RequestError(f"the JSON schema cannot be followed: {reason[:MAX_REASON_CHARS]}", "response_format")
+def refusal(reason: str, rules: str = "{}") -> RequestError:
+    """What a client is told about a schema, or other ``rules``, that cannot be followed."""
+    other = grammar_kind(rules)
+    what = "JSON schema" if other is None else other[0].replace("_", " ")
+    param = "response_format" if other is None else "structured_outputs"
+    return RequestError(f"the {what} cannot be followed: {reason[:MAX_REASON_CHARS]}", param)
 
 
 def check_schema(schema: str) -> SchemaCost:
-    """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy."""
+    """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy; of other rules
+    (``grammar_text``) but texts to choose from nothing but their length is known."""
+    if (other := grammar_kind(schema)) is not None:
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
+        return SchemaCost(len(schema), 0, anything=False, bounded=other[0] == "choice")
     try:
         return _check(schema)
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shadowkv.engine.structured.grammar_text import choice_grammar, grammar_kind
 from shadowkv.engine.structured.json_schema import check_schema
 
 if TYPE_CHECKING:
@@ -55,8 +56,16 @@ def new_compiler(info: xgrammar.TokenizerInfo, threads: int) -> xgrammar.Grammar
 
 
 def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str, one_line: bool) -> xgrammar.CompiledGrammar:
-    """The grammar of a JSON schema; raises ValueError with the compiler's reason where it cannot be followed."""
+    """The grammar of a JSON schema, or of other rules (``grammar_text``); raises ValueError with the compiler's reason
+    where it cannot be followed."""
     try:
+        if (other := grammar_kind(schema)) is not None:
+            kind, rules = other
+            if kind == "regex":
+                return compiler.compile_regex(rules)
+            if kind == "structural_tag":
+                return compiler.compile_structural_tag(rules)
+            return compiler.compile_grammar(choice_grammar(rules) if kind == "choice" else rules)
         if check_schema(schema).anything:
             return compiler.compile_builtin_json_grammar()
         return compiler.compile_json_schema(schema, any_whitespace=not one_line)

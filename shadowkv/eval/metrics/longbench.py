@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from shadowkv.eval.metrics.overlap import common_subsequence, f1, harmonic, qa_f1, without_chinese_punctuation
+from shadowkv.installation import adding
 
 
 def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]], float]:
@@ -82,7 +83,7 @@ def _cut(text: str) -> list[str]:
     try:
         import jieba
     except ImportError as error:
-        raise ValueError("answers in Chinese are scored by words: pip install jieba") from error
+        raise ValueError(f"answers in Chinese are scored by words: {adding('eval')}") from error
     words: Any = jieba.cut(text, cut_all=False)
     return list(words)
 

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from shadowkv.engine.execution.prefill import pieces
 from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
 from shadowkv.engine.startup.loading import give_ops
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
@@ -69,15 +71,18 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
 
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
     """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
-    one's last token."""
-    run = steps_of_prefill(model, cache, work, scored)
-    with torch.inference_mode():
+    one's last token. What takes more than a second shows on a terminal how many tokens are read."""
+    run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
+    each = tokens / pieces(len(model.layers), tokens, cache.device, scored)  # all layers' work, in tokens
+    bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
+    with torch.inference_mode(), bar:
         while True:
             try:
                 next(run)
             except StopIteration as end:
                 logits: Tensor = end.value[0]
                 return logits
+            bar.update(each)
 
 
 def prefill_all(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ MAX_JSON_BYTES = 1 << 26
 """Real models' largest files, tokenizer.json with 262,144 tokens and their merges, have 33 MB."""
 
 AGAIN = "fetch it again, or use another copy of the model"
-OTHER_MODEL = "correct it, or use another model"
+OTHER_MODEL = "use another model"
+ALIKE = 0.65
+"""How much of a name's letters another must share, in order, to be called near."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
@@ -40,6 +43,14 @@ def in_words(reasons: Sequence[str]) -> str:
     """Reasons in one line, shortened to the first ones if there are many."""
     more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
     return "; ".join([*reasons[:MAX_REASONS], *more])
+
+
+def unsupported(what: str, name: str, known: Iterable[str]) -> str:
+    """Why something of that name cannot be used: with the nearest of the ``known`` ones, if any is near, and all."""
+    known = list(known)
+    near = next(iter(get_close_matches(name, known, 1, ALIKE)), None)
+    nearest = f"nearest: {near}; " if near else ""
+    return f"{what} {name[:60]!r} is not supported; {nearest}supported: {', '.join(known)}"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from shadowkv.models.checkpoints.files import unsupported
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets
 
@@ -39,9 +40,9 @@ class Family(Protocol):
 
 
 def family(model_type: str) -> Family:
-    """The family of ``model_type``; raises ValueError with the known ones if there is none."""
+    """The family of ``model_type``; raises ValueError with the nearest and the known ones if there is none."""
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(unsupported("model_type", model_type, FAMILIES))
     return cast(Family, import_module(f"shadowkv.models.families.{FAMILIES[model_type]}"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words, naming
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words, naming, unsupported
 from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.overrides import overridden_config
@@ -37,11 +37,8 @@ def config_from_gguf(
     """ModelConfig of the file with the user's overrides and limit applied; raises ModelFileError where it cannot be
     run, and with overrides SettingsError."""
     if file.architecture not in ARCHITECTURES:
-        raise ModelFileError(
-            file.path,
-            f"GGUF architecture {file.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
-            OTHER_MODEL,
-        )
+        reason = unsupported("GGUF architecture", file.architecture, ARCHITECTURES)
+        raise ModelFileError(file.path, reason, OTHER_MODEL)
     hf: dict[str, Any] = {name: file.value(key) for name, key in _FIELDS.items()}
     hf = {name: value for name, value in hf.items() if value is not None}
     hf["vocab_size"] = file.shape("token_embd.weight")[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from shadowkv.models.checkpoints.files import is_there, read_text
 from shadowkv.models.tokenization.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
 
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
@@ -19,6 +21,17 @@ COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, Memor
 """Refusals by Python's compiler of what a template becomes: 20 nested loops, lone surrogates, numbers or expressions
 that are too large."""
 _MAX_ERROR_CHARACTERS = 400
+
+
+def template_source(given: str) -> str:
+    """The source of a template that is given as a file's name, or, as in vLLM, itself: then it has braces or several
+    lines. Raises OSError where the file is not there, ModelFileError where it cannot be used."""
+    if any(character in given for character in "{}\n"):
+        return given
+    file = Path(given).expanduser()
+    if not is_there(file):
+        raise FileNotFoundError("there is no such file, and a template would have braces")
+    return read_text(file)
 
 
 class ChatTemplate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from shadowkv.models.tokenization.chat_template import ChatTemplate
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
 """Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
+
+END_OF_CONTENT = f"End{secrets.token_hex(16)}"
+"""What no message has and a template keeps: written after the message that is to be continued."""
 
 LONG_TOKENS = 1_000
 """Decoding fewer takes less time than waiting for another thread's turn."""
@@ -92,13 +96,17 @@ class Tokenizer:
         self.bos_token_id: int | None = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
-        self.chat_template = chat_template
         self.chat_encoder = ChatEncoder(backend)
-        without_marks = self.chat_encoder.without_marks  # errors may quote a message
-        self._template = None if chat_template is None else ChatTemplate(chat_template, without_marks)
+        self.use_template(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
         self._own_frame = add_bos is not None or add_eos is not None
+
+    def use_template(self, source: str | None) -> None:
+        """Gives it another chat template; raises ValueError where that is not valid."""
+        without_marks = self.chat_encoder.without_marks  # errors may quote a message
+        self._template = None if source is None else ChatTemplate(source, without_marks)
+        self.chat_template = source
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +171,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         parse_special: bool = False,
         add_special_tokens: bool = False,
         check: Callable[[str], None] | None = None,
@@ -170,12 +179,21 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation's prompt, whose text ``check`` may refuse before it is encoded.
 
+        With ``continue_final_message`` the prompt ends where the content of the last message does, so that the model
+        goes on from there; ValueError where the template leaves that out.
+
         Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` is set; in
         ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{END_OF_CONTENT}"}]
         marked = None if parse_special else self.chat_encoder.marked(messages, tools)
         messages, tools = (messages, tools) if marked is None else marked
         text = self.apply_chat_template(messages, add_generation_prompt, tools=tools, **kwargs)
+        if continue_final_message:
+            text, found, _ = text.rpartition(END_OF_CONTENT)
+            if not found:
+                raise ValueError("the chat template leaves the last message out, so that it cannot be continued")
         if check is not None:
             check(text if marked is None else self.chat_encoder.without_marks(text))
         return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)

@@ -21,7 +21,7 @@ from shadowkv.prefix_cache.disk.files import temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import MAX_NUMBER
 from shadowkv.prefix_cache.disk.index import Entry
-from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_save_name, is_snapshot_name
+from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_kept_name, is_snapshot_name
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Save:
 
 def name_file(name: str) -> str:
     """File of a name, within the directory of snapshots; raises ValueError for an invalid name."""
-    return f"{FOLDER}/{check_save_name(name)}{SUFFIX}"
+    return f"{FOLDER}/{check_kept_name(name)}{SUFFIX}"
 
 
 class Names:
@@ -193,4 +193,4 @@ class Names:
 
 
 def _bad(path: Path, problem: str) -> UnusableName:
-    return UnusableName(f"{path} is not what was written: {problem}; save it anew")
+    return UnusableName(f"{FOLDER}/{path.name} is not what was written: {problem}; save it anew")

@@ -22,7 +22,7 @@ from shadowkv.prefix_cache.disk.files import Buffer, SnapshotFile, SnapshotGone
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
-from shadowkv.prefix_cache.disk.names import Names, Save
+from shadowkv.prefix_cache.disk.names import Names, Save, name_file
 from shadowkv.prefix_cache.disk.scan import Scanner
 from shadowkv.prefix_cache.disk.workers import Workers
 from shadowkv.prefix_cache.disk.writer import Writer, WriterLimits
@@ -202,6 +202,11 @@ class DiskTier:
             raise ValueError(f"the snapshot is of key {head.key}, this tier's is {self.key.digest}")
         return self._writer.put(head, token_ids, slabs)
 
+    @property
+    def problem(self) -> str | None:
+        """Why nothing is written at present, after a failure; None where writing goes on. Does not wait."""
+        return self._writer.problem
+
     def keep(self, name: str, tokens: int, chain: Sequence[Entry]) -> Future[None]:
         """Keeps a chain's files under a name, for ``tokens`` tokens of a prompt, in place of what was there.
 
@@ -230,7 +235,7 @@ class DiskTier:
         if not chain:
             raise UnknownName(f"what was saved as {name!r} is not all there any more; save it anew")
         if not save.is_of(chain):
-            raise UnusableName(f"{self._names.path(name)} is not what was written: no such prompt; save it anew")
+            raise UnusableName(f"{name_file(name)} is not what was written: no such prompt; save it anew")
         return save, chain
 
     def stats(self) -> DiskStats:

@@ -75,7 +75,7 @@ class Writer:
         self._look, self._complete, self._event = look, complete, event
         self._lock = threading.Lock()
         self._waiting: dict[str, int] = {}
-        self._paused_until, self._pause = 0.0, limits.pause_seconds
+        self._paused_until, self._pause, self._reason = 0.0, limits.pause_seconds, ""
         self._give_up = threading.Event()
         self._thread = Workers(1, "cache-write")
 
@@ -92,6 +92,12 @@ class Writer:
         future = self._thread.submit(self._write, head, token_ids, slabs)
         future.add_done_callback(lambda _: self._done(head.name))
         return future
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing is written at present, after a failure, and for how long; does not wait."""
+        left = self._paused_until - time.monotonic()
+        return f"{self._reason}; it is tried again in {left:.0f} s" if left > 0 else None
 
     def keep(self, name: str, save: Save) -> Future[None]:
         """Queues a name for what is on the disk; the future raises SnapshotGone where part of it is missing, OSError
@@ -217,10 +223,11 @@ class Writer:
 
     def _failed(self, error: OSError) -> None:
         self._counts.add(write_errors=1)
+        self._reason = error.strerror or str(error)
         logger.warning(
             "%s cannot be written to: %s; nothing is stored there for %g s, and requests go on without",
             self._directory,
-            error.strerror or error,
+            self._reason,
             self._pause,
         )
         self._paused_until = time.monotonic() + self._pause

@@ -22,7 +22,7 @@ from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
 from shadowkv.prefix_cache.disk.index import Entry, Index
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Names, Save, name_file
-from shadowkv.prefix_cache.protocol import SAVE_NAME, UnusableName, is_snapshot_name
+from shadowkv.prefix_cache.protocol import KEPT_NAME, UnusableName, is_snapshot_name
 from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20
@@ -30,7 +30,7 @@ COPY_BYTES = 4 * 2**20
 MOST_AT_ONCE = 16 * 2**20
 """Bytes that a tar file may have read into memory at once, whatever its own headers say."""
 
-_NAME_FILE = re.compile(f"{FOLDER}/({SAVE_NAME}){re.escape(SUFFIX)}")
+_NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
 
 
 def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:

@@ -131,12 +131,14 @@ class Saves:
                     return saved
                 saving.keeping = saved, self._disk.keep(saving.name, saved.tokens, chain)
                 return None
+        if (problem := self._disk.problem) is not None:
+            return NotDone(f"the {saving.pages * PAGE} cached tokens cannot be written to the disk: {problem}")
         if any(self._comes(node, saving.again) for node in saving.nodes):
             return None
         kind = ComputedTwice if any(self._is_anothers(node) for node in saving.nodes) else NotDone
         return kind(
-            f"the {saving.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
-            "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
+            f"the {saving.pages * PAGE} cached tokens could not be written: there is no room for them "
+            "in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
             "the disk fails; the server's log says more"
         )
 

@@ -10,9 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from shadowkv.serve.bodies.body import Body, Dropped, Name, Text, bounded, wrong
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
-from shadowkv.serve.openai.converted import few_parts, union_by_type
+from shadowkv.serve.openai.converted import few_parts
+from shadowkv.serve.openai.documents import FileData, as_prompt, file_text
+from shadowkv.serve.openai.unions import union_by_type
 
-NO_TEXT = "images, documents, search results and blocks of server tools"
+NO_TEXT = "images, search results and blocks of server tools"
 
 
 class TextBlock(Body):
@@ -29,12 +31,95 @@ else:
     TextOnly = union_by_type({"text": TextBlock}, NO_TEXT)
 
 
+class Base64Source(Body):
+    """A PDF in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["application/pdf"]
+    data: FileData
+
+    def read(self) -> str:
+        """The text; raises ApiError, and as ``attachments`` does."""
+        return file_text(self.data, None)
+
+
+class TextSource(Body):
+    """Plain text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: Text
+
+    def read(self) -> str:
+        """The text."""
+        return self.data
+
+
+class ContentSource(Body):
+    """Text in blocks."""
+
+    type: Literal["content"]
+    content: TextContent
+
+    def read(self) -> str:
+        """The text."""
+        return text_of(self.content)
+
+
+class IdSource(Body):
+    """A file of ``/v1/files``."""
+
+    type: Literal["file"]
+    file_id: Name
+
+    def read(self) -> str:
+        """The text; raises ApiError, and as ``attachments`` does."""
+        return file_text(None, self.file_id)
+
+
+SOURCES: dict[str, type[Body]] = {
+    "base64": Base64Source,
+    "text": TextSource,
+    "content": ContentSource,
+    "file": IdSource,
+}
+
+if TYPE_CHECKING:
+    Source = Base64Source | TextSource | ContentSource | IdSource
+else:
+    Source = union_by_type(SOURCES, "addresses")
+
+
+class DocumentBlock(Body):
+    """A document; it is not cited."""
+
+    type: Literal["document"]
+    source: Source
+    title: Text | None = None
+    context: Text | None = None
+    citations: Dropped = None
+
+    @property
+    def text(self) -> str:
+        """Its text for the prompt; raises ApiError, and as ``attachments`` does."""
+        return as_prompt(self.source.read(), self.title, self.context)
+
+
 def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 Texts = Annotated[list[TextOnly], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 TextContent = Annotated[Texts, BeforeValidator(_as_blocks, json_schema_input_type=Text | Texts)]
+
+
+if TYPE_CHECKING:
+    Readable = TextBlock | DocumentBlock
+else:
+    Readable = union_by_type({"text": TextBlock, "document": DocumentBlock}, NO_TEXT)
+
+ReadableBlocks = Annotated[list[Readable], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Result = Annotated[ReadableBlocks, BeforeValidator(_as_blocks, json_schema_input_type=Text | ReadableBlocks)]
 
 
 def _input(value: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +141,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: TextContent = Field([])
+    content: Result = Field([])
     is_error: bool = False
 
 
@@ -77,6 +162,7 @@ class RedactedThinkingBlock(Body):
 
 KINDS: dict[str, type[Body]] = {
     "text": TextBlock,
+    "document": DocumentBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
     "thinking": ThinkingBlock,
@@ -84,7 +170,7 @@ KINDS: dict[str, type[Body]] = {
 }
 
 if TYPE_CHECKING:
-    Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+    Block = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 else:
     Block = union_by_type(KINDS, NO_TEXT)
 
@@ -99,13 +185,19 @@ class Turn(Body):
 
 
 def _asks(turns: list[Turn]) -> list[Turn]:
-    if turns[-1].role == "assistant":
-        raise wrong("the last message must be the user's: an answer that the client has begun is not continued")
+    if begun(turns) and not all(isinstance(block, TextBlock) for block in turns[-1].content):
+        raise wrong("an answer that is to be continued, the last message of the role 'assistant', has text alone")
     for turn in turns:
         for block in turn.content:
-            if isinstance(block, ToolResultBlock) != (turn.role == "user") and not isinstance(block, TextBlock):
+            is_the_users = isinstance(block, ToolResultBlock | DocumentBlock)
+            if is_the_users != (turn.role == "user") and not isinstance(block, TextBlock):
                 raise wrong(f"a block of type {block.type!r} is no part of a message with the role {turn.role!r}")
     return turns
+
+
+def begun(turns: list[Turn]) -> bool:
+    """Whether the client has begun the answer: it is continued."""
+    return turns[-1].role == "assistant"
 
 
 Turns = Annotated[
@@ -125,8 +217,8 @@ def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict
 
 
 def text_of(blocks: Iterable[Any]) -> str:
-    """The text of those blocks that are text."""
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    """The text of those blocks that have one."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock))
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
@@ -146,9 +238,9 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
     """Tool results become separate messages, kept in order with the text between them."""
     messages: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
+    texts: list[TextBlock | DocumentBlock] = []
     for block in blocks:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextBlock | DocumentBlock):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:

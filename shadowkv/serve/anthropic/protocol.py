@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shadowkv.serve.anthropic.blocks import TextContent, Turns, messages_of
+from shadowkv.serve.anthropic.blocks import TextContent, Turns, begun, messages_of
 from shadowkv.serve.bodies.body import Body, Name, Text, refusal
 from shadowkv.serve.bodies.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
 from shadowkv.serve.openai.converted import Converted
@@ -105,6 +105,7 @@ class Prompt(Converted):
         schema = None if output.format is None else {"schema": output.format.schema_}
         return {
             "messages": messages_of(self.messages, self.system),
+            "continue_final_message": begun(self.messages),
             "tools": [tool.as_function() for tool in self.tools],
             "tool_choice": None if choice is None else choice.as_choice(),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import EngineBusy
+from shadowkv.serve.anthropic.routes import Messages
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.lines import LineRequest
 from shadowkv.serve.batch.run import BatchRun, run_files
@@ -15,10 +16,12 @@ from shadowkv.serve.bodies.body import validated
 from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.completions import ChatCompletions, Completions
-from shadowkv.serve.openai.endpoint import prepare
+from shadowkv.serve.openai.endpoint import Endpoint, prepare
+from shadowkv.serve.responses.routes import Responses
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
+    from shadowkv.serve.http.metrics import Metrics
 
 SERVICE_UNAVAILABLE = 503
 BUSY_SECONDS = 0.5
@@ -26,12 +29,19 @@ BUSY_SECONDS = 0.5
 
 
 class LineAnswers:
-    """Answers requests with an engine, under the name of its model."""
+    """Answers requests with an engine, under the name of its model, and counts what it does in ``metrics``."""
 
-    def __init__(self, engine: EngineClient, model: str, settings: ServerSettings | None = None) -> None:
-        self._engine, self._model = engine, model
-        endpoints = (ChatCompletions(engine.tokenizer, settings), Completions(engine.tokenizer, settings))
-        self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: str,
+        settings: ServerSettings | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._engine, self._model, self._metrics = engine, model, metrics
+        self._settings = settings or ServerSettings()
+        kinds: tuple[type[Endpoint], ...] = (ChatCompletions, Completions, Responses, Messages)
+        self._endpoints = {kind.url: kind(engine.tokenizer, settings) for kind in kinds}
 
     async def record(self, request: LineRequest) -> dict[str, Any]:
         """A request's record; raises ApiError where no further line can be answered because the engine is gone."""
@@ -41,7 +51,7 @@ class LineAnswers:
             wrong = as_api_error(failure)
             if wrong.status == SERVICE_UNAVAILABLE:
                 raise wrong from failure
-            status, body = wrong.status, wrong.body()
+            status, body = wrong.status, wrong.body(request.url)
         response = {"status_code": status, "request_id": body.get("id", request.id), "body": body}
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
@@ -54,18 +64,20 @@ class LineAnswers:
 
     async def _answer(self, request: LineRequest) -> dict[str, Any]:
         endpoint = self._endpoints[request.url]
-        body = validated(request.body, endpoint.request_type)
+        body = await asyncio.to_thread(validated, request.body, endpoint.request_type)
+        body.model = self._settings.first_name(body.model)
         if body.stream:
             raise ApiError("stream is not supported in a batch", param="stream")
-        return await endpoint.answer(await prepare(self._engine, endpoint, body, self._model))
+        if getattr(body, "previous_response_id", None) is not None:
+            raise ApiError("a batch continues no responses: send the whole conversation", param="previous_response_id")
+        job = await prepare(self._engine, endpoint, body, self._model)
+        job.metrics = self._metrics
+        return await endpoint.answer(job)
 
 
-async def answer_with(
-    engine: EngineClient, model: str, settings: ServerSettings | None, run: BatchRun, concurrency: int
-) -> None:
+async def answer_with(answers: LineAnswers, run: BatchRun, concurrency: int) -> None:
     """Answers every line that has no answer, ``concurrency`` at a time; raises ApiError if the engine dies, OSError if
     the disk is full."""
-    answers = LineAnswers(engine, model, settings)
     with run.writing():
         requests = run.requests()  # one iterator for all workers
 
@@ -86,4 +98,5 @@ def run_batch(
     engine: EngineClient, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
 ) -> int:
     """Answers the file with an engine and reports the outcome; returns the exit code."""
-    return run_files(files, lambda run: asyncio.run(answer_with(engine, model, settings, run, concurrency)))
+    answers = LineAnswers(engine, model, settings)
+    return run_files(files, lambda run: asyncio.run(answer_with(answers, run, concurrency)))

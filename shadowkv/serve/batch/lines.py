@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from shadowkv.serve.batch.files import DIGEST, BatchFiles
 from shadowkv.serve.bodies.body import parse_json
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Endpoints that lines may request."""
 
 
@@ -52,12 +53,15 @@ class BatchLines:
 
     Args:
         files: of the run, whose partial file is created; raises ValueError and OSError as ``BatchFiles.begin`` does.
+        urls: that they may request.
+        limit: bytes of the longest line; None is any.
 
     Attributes:
         answered: custom_ids of requests that earlier runs have answered.
     """
 
-    def __init__(self, files: BatchFiles) -> None:
+    def __init__(self, files: BatchFiles, urls: Sequence[str] = URLS, limit: int | None = None) -> None:
+        self._urls, self._limit = urls, limit
         self.answered = files.begin(_requests(files) if files.resume else {})
         self._seen: set[str] = set()
 
@@ -73,6 +77,8 @@ class BatchLines:
 
     def _parse(self, line: bytes, offset: int) -> LineRequest:
         """The request; raises BadLine."""
+        if self._limit is not None and len(line) > self._limit:
+            raise BadLine("line_too_long", f"it has {len(line)} bytes, at most {self._limit} are allowed")
         try:
             request = parse_json(line)
             name = digest(request)
@@ -88,8 +94,8 @@ class BatchLines:
         self._seen.add(custom_id)
         if request.get("method") != "POST":
             raise BadLine("invalid_method", "method must be POST", custom_id)
-        if request.get("url") not in URLS:
-            raise BadLine("invalid_url", f"url must be one of {', '.join(URLS)}", custom_id)
+        if request.get("url") not in self._urls:
+            raise BadLine("invalid_url", f"url must be one of {', '.join(self._urls)}", custom_id)
         if not isinstance(request.get("body"), dict):
             raise BadLine("invalid_request", "body must be a JSON object", custom_id)
         return LineRequest(name, custom_id, request["url"], request["body"], offset, len(line))

@@ -9,7 +9,7 @@ request, that they are unchanged; those that failed or have changed since are an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -18,10 +18,16 @@ from typing import Any
 from tqdm import tqdm
 
 from shadowkv.command_line import one_line
+from shadowkv.log_format import escaped
 from shadowkv.serve.batch.files import BatchFiles, Sink
-from shadowkv.serve.batch.lines import BatchLines, LineRequest
+from shadowkv.serve.batch.lines import URLS, BatchLines, LineRequest
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.wording import counted
+
+MOST_REASONS = 10
+"""Reasons of failures that are told apart in the report."""
+
+OTHER_REASONS = "other reasons, which are in the output"
 
 
 class BatchFailed(Exception):
@@ -30,28 +36,49 @@ class BatchFailed(Exception):
 
 @dataclass
 class BatchRun:
-    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over."""
+    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over.
+
+    Attributes:
+        urls, line_limit: as for ``BatchLines``.
+        shows_progress: on a terminal or in a log.
+        total: lines that are not empty.
+    """
 
     files: BatchFiles
+    urls: Sequence[str] = URLS
+    line_limit: int | None = None
+    shows_progress: bool = True
+    total: int = 0
     done: int = 0
     skipped: int = 0
     failed: int = 0
     tokens: int = 0
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     start: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
-        self.lines = BatchLines(self.files)
+        self.lines = BatchLines(self.files, self.urls, self.line_limit)
+
+    @property
+    def written(self) -> int:
+        """Bytes of the answers so far."""
+        path = self.files.partial if self.files.partial.exists() else self.files.target
+        return path.stat().st_size
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Within, records can be written; on exit all lines have one, and the output is in place."""
         with self.files.input.open("rb") as source:
-            total = sum(1 for line in source if line.strip())
+            self.total = sum(1 for line in source if line.strip())
         with (
             Sink(self.files.partial) as self._sink,
             # A log file gets a line now and then, a terminal a progress bar.
             tqdm(
-                total=total, unit="request", file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 10
+                total=self.total,
+                unit="request",
+                file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 10,
+                disable=not self.shows_progress,
             ) as self._bar,
         ):
             yield
@@ -71,7 +98,7 @@ class BatchRun:
                         self.write(request_or_record)
                     else:
                         self.skipped += 1
-                        self._bar.total -= 1  # so that the time left is that of the remaining ones
+                        self._bar.total = self.total - self.skipped  # the time left is that of the remaining ones
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -81,10 +108,27 @@ class BatchRun:
         self.done += 1
         if response is None or response["status_code"] != 200:
             self.failed += 1
+            self._note_reason(record)
         else:
-            self.tokens += response["body"]["usage"]["completion_tokens"]
+            usage = response["body"]["usage"]
+            self.tokens += usage["completion_tokens" if "completion_tokens" in usage else "output_tokens"]
         self._bar.set_postfix_str(f"{self.tokens / (monotonic() - self.start):.1f} tokens/s", refresh=False)
         self._bar.update()
+
+    def _note_reason(self, record: dict[str, Any]) -> None:
+        response = record["response"]
+        wrong = record["error"] if response is None else response["body"]["error"]
+        reason = escaped(wrong["message"])
+        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        name = record["custom_id"]
+        count, first = self.reasons.get(reason, (0, "" if name is None else f", {escaped(name)} first"))
+        self.reasons[reason] = count + 1, first
+
+    def why(self) -> Iterator[str]:
+        """A line for each reason why lines have failed: how many, and the custom_id of the first, if it has one."""
+        for reason, (count, first) in self.reasons.items():
+            yield f"{count} failed{first}: {reason}"
 
     def kept(self) -> str:
         """After an interrupted run: how many answers there are, and where."""
@@ -114,4 +158,6 @@ def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
         print(f"{counted(run.skipped, 'request')} answered before")
     requests, tokens = counted(run.done, "request"), counted(run.tokens, "token")
     print(f"{requests}, {run.failed} failed, {tokens} in {seconds:.1f} s -> {files.output}")
+    for line in run.why():
+        print(line, file=sys.stderr)
     return 0

@@ -6,20 +6,33 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextvars import ContextVar
+from dataclasses import dataclass
 from json import JSONDecodeError
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from shadowkv.serve.bodies.api_error import ApiError, from_validation
-from shadowkv.serve.bodies.limits import MAX_KEYS, MAX_NAME_CHARS, MAX_NESTING, MAX_TEXT_CHARS, MAX_VALUES
+from shadowkv.serve.bodies.limits import (
+    MAX_CONTAINERS,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_NAME_CHARS,
+    MAX_NESTING,
+    MAX_TEXT_CHARS,
+    MAX_VALUES,
+)
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, complete, unknown
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
 """Fields of answers that clients send back, without any effect."""
+
+PIECE = 2**20
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -91,13 +104,66 @@ def _parts(value: Any) -> list[Any]:
 B = TypeVar("B", bound=Body)
 
 
-def read_body(raw: bytes, model: type[B]) -> B:
-    """The request in a body; raises ApiError."""
+@dataclass(frozen=True)
+class Attachments:
+    """Documents of a request may be read here, which can take a minute; ``folder`` has those that it names by id."""
+
+    folder: Path | None = None
+
+
+class HasDocuments(ApiError):
+    """A body has documents, and is to be read where these may be read."""
+
+
+_attachments: ContextVar[Attachments | None] = ContextVar("attachments", default=None)
+
+
+def attachments() -> Attachments:
+    """Where documents are; raises HasDocuments where they are not to be read."""
+    if (here := _attachments.get()) is None:
+        raise HasDocuments("documents are not read here; send their text")
+    return here
+
+
+def read_body(raw: bytes, model: type[B], documents: Attachments | None = None) -> B:
+    """The request in a body; raises ApiError, which is HasDocuments where it has some and ``documents`` is None."""
+    _check_counts(raw)
     try:
         value = parse_json(raw)
     except JSONDecodeError as error:
         raise ApiError(f"the body is not valid JSON: {error.msg}") from error
-    return validated(value, model)
+    before = _attachments.set(documents)
+    try:
+        return validated(value, model)
+    finally:
+        _attachments.reset(before)
+
+
+def _check_counts(raw: bytes) -> None:
+    """Refuses a body of more arrays, objects and items than any valid one has, before they are made."""
+    if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > MAX_ITEMS:
+        raw = _outside_strings(raw)  # a long text may have as many brackets and commas
+    for count, limit, things in (
+        (_containers(raw), MAX_CONTAINERS, "arrays and objects"),
+        (raw.count(b","), MAX_ITEMS, "items"),
+    ):
+        if count > limit:
+            reason = f"the body has {count} {things}, at most {limit} are allowed"
+            raise ApiError(reason, status=413, code="body_too_large")
+
+
+def _containers(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
+
+
+def _outside_strings(raw: bytes) -> bytes:
+    """JSON without what is within its strings; in pieces, as millions of strings take memory."""
+    raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
+    for start in range(0, len(raw), PIECE):
+        parts = raw[start : start + PIECE].split(b'"')
+        kept.append(b"".join(parts[within::2]))
+        within ^= (len(parts) - 1) % 2
+    return b"".join(kept)
 
 
 def validated(value: Any, model: type[B]) -> B:

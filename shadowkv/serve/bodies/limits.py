@@ -45,6 +45,10 @@ MAX_VALUES = 2**16
 """JSON values of all tools, of ``chat_template_kwargs``, and of the arguments of all calls together: each is searched
 for special tokens."""
 
+MAX_CONTAINERS, MAX_ITEMS = 2**18, 2**22
+"""Arrays and objects of a body, and commas between what they hold: far more than any valid body has. They are counted
+before anything is made of them: ten million empty arrays take half a minute to be read and refused."""
+
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1_024
 """Stop strings and the characters of each (OpenAI: 4 strings): all are searched for after every token."""
 

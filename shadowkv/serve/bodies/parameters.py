@@ -11,7 +11,8 @@ from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_UNKNOWN
 
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation", "provider_specific_fields")
+    + ("prediction", "include_obfuscation", "provider_specific_fields", "verbosity")
+    + ("guided_decoding_backend",)
 )
 """Parameters that do not change the answer, and are not logged; the last one is added by LiteLLM to messages that it
 sends back."""
@@ -26,7 +27,7 @@ UNSUPPORTED = frozenset(
     # From vLLM, llama.cpp and others, and from other routes here.
     + ("add_special_tokens", "parse_special")
     + ("allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier", "dynatemp_range")
-    + ("grammar", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json")
+    + ("grammar", "guided_choice", "guided_grammar", "guided_json")
     + ("guided_regex", "json_schema", "logits_processors", "media_io_kwargs", "mirostat")
     + ("mm_processor_kwargs", "n_predict", "prompt_embeds", "prompt_logprobs", "reasoning_effort")
     + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
@@ -57,7 +58,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "truncation": ("disabled",),
-    "verbosity": ("medium",),
     "tool_calls": ([],),
     "annotations": ([],),
 }

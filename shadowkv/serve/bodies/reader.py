@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +31,8 @@ SHORT_BYTES = 2**18
 """Longest body that is read in this process: it holds the interpreter's lock for milliseconds."""
 
 PROCESSES = 2
-"""Started for the first long bodies: while one body takes long, the other process serves the rest."""
+"""Started for the first long bodies: while one body takes long, the other process serves the rest, of which one API key
+has at most one where there are several."""
 
 SECONDS, SECONDS_PER_MIB = 10.0, 0.25
 """Seconds that reading may take; a body of 32 MiB takes about one."""
@@ -44,29 +46,32 @@ class BodyReader:
 
     Args:
         max_body_bytes: length of the longest body that will come.
+        per_key: long bodies of one API key that may be read at once; the others of that key wait, and nobody else.
         seconds: time that reading may take; None is the limit for JSON bodies, which depends on their length.
 
     Attributes:
         idle: its processes without work.
     """
 
-    def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
+    def __init__(self, max_body_bytes: int, per_key: int = PROCESSES, seconds: float | None = None) -> None:
         self._seconds = seconds
+        self._turns: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(per_key))
         self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
         self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # at most this many processes work at once
         self.idle: list[_Process] = []
         self._working: set[_Process] = set()
         self._closed = False
 
-    async def read(self, raw: bytes, model: type[B]) -> B:
-        """The request in a body; raises ApiError."""
+    async def read(self, raw: bytes, model: type[B], key: str | None = None) -> B:
+        """The request in a body that came with ``key``; raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await asyncio.to_thread(read_body, raw, model)
-        return await self.apart(raw, partial(read_body, model=model))
+        return await self.apart(raw, partial(read_body, model=model), key)
 
-    async def apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
+    async def apart(self, raw: bytes, work: Callable[[bytes], T], key: str | None = None) -> T:
         """What ``work``, which can be pickled, makes of a body in a separate process; raises ApiError."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._apart, raw, work)
+        async with self._turns[key]:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._apart, raw, work)
 
     def close(self) -> None:
         """Ends the processes; bodies being read are refused."""

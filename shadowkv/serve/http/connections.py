@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from collections import OrderedDict
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import h11
 import uvicorn
@@ -39,6 +41,8 @@ HEADER_PIECE = 4096
 
 ACCEPTED_AT_ONCE = 64
 """Connections accepted before any of them is handled."""
+
+ABSOLUTE_FORM = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.IGNORECASE)
 
 IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 """States of a connection whose last request and answer are complete."""
@@ -237,6 +241,13 @@ class Connection(H11Protocol):
         return f"this server has {open_now} open (--limit-concurrency)"
 
     async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _to_origin_form(scope)
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # what comes after could be taken for another request
+            text = "Content-Length beside Transfer-Encoding is not answered (RFC 9112, 6.3); leave one of them out"
+            response = error_response(ApiError(text), scope["path"])
+            response.headers["Connection"] = "close"
+            return await response(scope, receive, send)
         if not (self._surplus and self._are_too_many()) or scope["path"] in OPEN_PATHS:
             if scope["http_version"] == "1.1":  # others have no chunks
                 scope[BODY_WRITER] = BodyWriter(self).write
@@ -291,6 +302,18 @@ class BodyWriter:
             await self._flow.drain()
         if not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def _to_origin_form(scope: Scope) -> None:
+    """A target with a host, as proxies are sent it, becomes the path; its host is the request's (RFC 9112, 3.2.2)."""
+    root = scope["root_path"].encode()
+    match = ABSOLUTE_FORM.fullmatch(scope["raw_path"].removeprefix(root))
+    if match is None:
+        return
+    scope["raw_path"] = root + (match["path"] or b"/")
+    scope["path"] = unquote(scope["raw_path"].decode("latin-1"))
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    scope["headers"] = [(b"host", match["host"]), *headers]
 
 
 def _stop(clock: asyncio.TimerHandle | None) -> None:

@@ -38,6 +38,11 @@ class Counts:
         return len(self._table) // self._width
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the process that started the others, and does what is to be done once."""
+        return self._row == 0
+
+    @property
     def connections(self) -> int:
         """Open connections of all processes."""
         return self._total(0)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from shadowkv.engine.outputs import RequestOutput
+from shadowkv.engine.outputs import TextOutput
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ class Metrics(ConnectionMetrics):
         return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
 
     @contextmanager
-    def observe(self) -> Iterator[Callable[[RequestOutput], None]]:
+    def observe(self) -> Iterator[Callable[[TextOutput], None]]:
         """A context for one request, which gives what is to be called with its outputs as they pass."""
         last: float | None = None
         reason: str | None = None
 
-        def see(output: RequestOutput) -> None:
+        def see(output: TextOutput) -> None:
             nonlocal last, reason
             now = monotonic()
             if last is not None:
@@ -167,7 +167,7 @@ class Metrics(ConnectionMetrics):
             if reason != "":
                 self._ended.labels(self._model, reason or "abort").inc()
 
-    def _begin(self, output: RequestOutput) -> None:
+    def _begin(self, output: TextOutput) -> None:
         self._prompt.inc(output.prompt_tokens)
         if output.prompt_logprobs is None:  # all of a scored prompt is computed
             self._queries.inc(output.prompt_tokens)

@@ -1,5 +1,6 @@
 """What every request passes on its way to a route, from the outside in: its id and its line in the log, HEAD as GET,
-and the guard against requests without a valid key, too many of them per key, and bodies that are too long."""
+and the guard against requests to another host or without a valid key, too many of them per key, and bodies that are too
+long."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import hmac
 import logging
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
+from shadowkv.serve.http.owners import PROMPT_OWNER, digest, set_owner, set_prompt_owner
 from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.tracing import Tracing
@@ -109,6 +112,22 @@ def _field(text: str) -> str:
     return re.sub(r"[^!-~]", "?", text)[:MAX_FIELD_CHARS]
 
 
+class RootPath:
+    """ASGI middleware that takes a path off the front of all others, whether a proxy has done so or not; the
+    application knows of it for the links that it makes."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            scope = {**scope, "root_path": self._root}
+            if path.startswith(f"{self._root}/"):
+                scope["path"] = path.removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
 class HeadAsGet:
     """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: with the same status and
     headers, and without a body."""
@@ -141,16 +160,26 @@ class Guard:
     ) -> None:
         self._app, self._limit = app, settings.max_body_bytes
         self._keyless_paths = OPEN_PATHS | keyless_paths
+        self._hosts = (
+            frozenset() if "*" in settings.allowed_hosts else frozenset(map(str.lower, settings.allowed_hosts))
+        )
         self._keys = [key.encode() for key in settings.api_key]
+        self._keeps_keys_apart = settings.keeps_keys_apart
+        self._digests = [digest(key) for key in self._keys]
         self._limit_per_key, self._counts = settings.max_concurrent_requests_per_key, counts
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if not self._keys or scope["path"] in self._keyless_paths:
-            return await self._unless_too_large(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
+        if self._hosts and (host := _host(headers.get(b"host", b""))) not in self._hosts:
+            hosts = ", ".join(sorted(self._hosts))
+            error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
+            return await error_response(error, path)(scope, receive, send)
+        if not self._keys or path in self._keyless_paths:
+            set_prompt_owner(scope.get(PROMPT_OWNER))
+            return await self._unless_too_large(scope, receive, send)
         given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
         key = _matching_key(given, bare, self._keys)
         if key is None:
@@ -158,6 +187,9 @@ class Guard:
             text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        set_owner(scope, self._digests[key])
+        if self._keeps_keys_apart:
+            set_prompt_owner(self._digests[key])
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
         if not self._counts.begin(key, self._limit_per_key):
@@ -190,6 +222,15 @@ class Guard:
             return message
 
         return limited
+
+
+def _host(header: bytes) -> str:
+    """The host in a Host header, in small letters, without its port; the header as it is where it cannot be read."""
+    text = header.decode("latin-1")
+    try:
+        return urlsplit(f"//{text}").hostname or text
+    except ValueError:
+        return text
 
 
 def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Scope
 
-from shadowkv.engine.outputs import RequestOutput
+from shadowkv.engine.outputs import TextOutput
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import ClientRequest
@@ -34,7 +34,7 @@ class Generation(Protocol):
 
     model: str
     choices: list[ClientRequest]
-    last_outputs: dict[int, RequestOutput]
+    last_outputs: dict[int, TextOutput]
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far, as in an answer."""

@@ -4,15 +4,20 @@ statuses that a route has, each with its body."""
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
-from shadowkv.serve.bodies.body import Body
+from shadowkv.serve.bodies.body import Attachments, Body, HasDocuments, read_body
 from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.errors import BodyRefused, as_api_error
+from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.storage.store import Store
+
+B = TypeVar("B", bound=Body)
 
 STATUSES = {
     400: "The request is not valid.",
@@ -46,12 +51,27 @@ class _Request(Request):
         return self._body
 
     async def json(self) -> Any:
-        reader: BodyReader = self.app.state.bodies
         raw = await self.body()
         try:
-            return await reader.read(raw, self.model)
+            body: Any = await read_request(self, raw, self.model)
         except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
             raise BodyRefused(as_api_error(error)) from error
+        if (named := getattr(body, "model", None)) is not None:
+            body.model = self.app.state.settings.first_name(named)
+        return body
+
+
+async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
+    """The request in a body, with the text of the documents in it; raises ApiError."""
+    state = request.app.state
+    bodies: BodyReader = state.bodies
+    try:
+        return await bodies.read(raw, model, owner_of(request))
+    except HasDocuments:
+        documents: BodyReader = state.documents
+        store: Store = state.store
+        here = Attachments(store.folder_of(owner_of(request)))
+        return await documents.apart(raw, partial(read_body, model=model, documents=here), owner_of(request))
 
 
 class BodyRoute(APIRoute):

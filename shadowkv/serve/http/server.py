@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         config = ConnectionConfig(
             app,
             log_config=None,  # keep the process's own
-            log_level="warning",
+            log_level=app.state.settings.uvicorn_log_level,
             timeout_graceful_shutdown=CONNECTION_SECONDS,
         )
         super().__init__(config)

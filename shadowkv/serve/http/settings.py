@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import ssl
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,13 @@ from shadowkv.serve.text.tool_formats import FORMATS, tool_format
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
-LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers")
+LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine to itself."""
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+"""uvicorn's."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,22 @@ class ServerSettings:
 
     ``tool_call_parser``, ``enable_auto_tool_choice`` and ``reasoning_parser`` are vLLM's: the format in which the model
     writes tool calls, which most chat templates reveal; that a server must not start without knowing it; and the tags
-    of the model's thoughts. The fields for keys, cross-origin pages (CORS), TLS, the log and traces have vLLM's names,
-    too.
+    of the model's thoughts. The fields for the model's names to clients, of which answers have the first, keys,
+    cross-origin pages (CORS), TLS, the path before all others, the log and traces have vLLM's names, too.
+
+    ``allowed_hosts`` are the hosts by which requests may name the server; with none it is any. A page of another site
+    can have its own name stand for 127.0.0.1 (DNS rebinding), and is then of the server's origin to a browser.
+    ``cache_salt_by_key`` keeps the cached prompts and the saves of an API key to itself; None: where there are several.
 
     Raises:
         SettingsError: values that are not valid; the message lists every one.
     """
 
+    served_model_name: tuple[str, ...] = ()
+    root_path: str = ""
     api_key: tuple[str, ...] = ()
+    cache_salt_by_key: bool | None = None
+    allowed_hosts: tuple[str, ...] = ()
     max_concurrent_requests_per_key: int = 0
     allowed_origins: tuple[str, ...] = ()
     allow_credentials: bool = False
@@ -47,6 +61,7 @@ class ServerSettings:
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
     disable_uvicorn_access_log: bool = False
+    uvicorn_log_level: str = "warning"
     otlp_traces_endpoint: str | None = None
     max_body_mib: float = 32.0
     request_timeout: float = 0.0
@@ -58,6 +73,8 @@ class ServerSettings:
     timeout_keep_alive: int = 5
     limit_concurrency: int = 2048
     h11_max_incomplete_event_size: int = 2**14
+    storage_mib: float = 256.0
+    storage_dir: str | None = None
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
@@ -66,7 +83,7 @@ class ServerSettings:
         bad = [
             f"{name}={getattr(self, name)} must not be negative"
             for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval", "client_header_timeout")
-            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key")
+            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key", "storage_mib")
             if not getattr(self, name) >= 0
         ]
         bad += [
@@ -79,12 +96,18 @@ class ServerSettings:
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
             bad.append("max_concurrent_requests_per_key has no meaning without api_key")
+        if self.storage_dir is not None and not self.storage_mib:
+            bad.append("storage_dir has no meaning with storage_mib=0")
         if self.allow_credentials and not self.allowed_origins:
             bad.append("allow_credentials has no meaning without allowed_origins")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
             bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            bad.append(f"root_path={self.root_path!r} must begin with a slash and end without one, as /llm does")
+        if self.uvicorn_log_level not in LOG_LEVELS:
+            bad.append(f"uvicorn_log_level={self.uvicorn_log_level!r} must be one of {', '.join(LOG_LEVELS)}")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
@@ -96,9 +119,34 @@ class ServerSettings:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
 
     @property
+    def storage_bytes(self) -> int:
+        """Bytes that are kept for each API key."""
+        return int(self.storage_mib * 2**20)
+
+    @property
     def max_body_bytes(self) -> int:
         """Length of the longest request body."""
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def keeps_keys_apart(self) -> bool:
+        """Whether cached prompts and saves belong to the API key that they came with."""
+        return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
+
+    def listening_on(self, host: str) -> ServerSettings:
+        """The settings of a server that listens on ``host``: without keys and for this machine alone, requests must
+        name it as one of ``LOOPBACK`` where no hosts are given."""
+        if self.allowed_hosts or self.api_key or host not in LOOPBACK:
+            return self
+        return replace(self, allowed_hosts=LOOPBACK)
+
+    def served_name(self, own: str) -> str:
+        """The model's name in answers, where ``own`` is that of its files."""
+        return self.served_model_name[0] if self.served_model_name else own
+
+    def first_name(self, asked: str | None) -> str | None:
+        """The name in answers, where a request names the model by another of its names; else what it ``asked`` for."""
+        return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def check_template(self, template: str | None) -> None:
         """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
@@ -107,13 +155,18 @@ class ServerSettings:
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
 
     def check_surroundings(self) -> None:
-        """Raises ValueError where TLS files, or the library for traces, are requested and cannot be used."""
+        """Raises ValueError where TLS files, the library for traces or a folder are requested and cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
             except ImportError as error:
                 reason = f"--otlp-traces-endpoint needs OpenTelemetry: {adding('otel')}"
                 raise ValueError(reason) from error
+        if self.storage_dir is not None:
+            try:
+                Path(self.storage_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--storage-dir {self.storage_dir} is no usable folder: {error.strerror}") from error
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
             if file is not None and not Path(file).is_file():
@@ -134,6 +187,7 @@ class ServerSettings:
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
         """The settings given by parsed flags."""
         given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        given["served_model_name"] = None if args.served_model_name is None else tuple(args.served_model_name)
         for name in LISTS:
             given[name] = None if given[name] is None else tuple(chain.from_iterable(given[name]))
         # Also from the environment, one per line: a command line is visible to every user of the machine.
@@ -143,9 +197,21 @@ class ServerSettings:
     @classmethod
     def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
         """Adds every flag; one that is not given is None, which differs from its default."""
+        text = "the model's names to clients; answers have the first (default: its own)"
+        group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=text)
+        text = "what a proxy puts before every path and removes again, such as /llm (default: nothing)"
+        group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
+        text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
+        group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
+            (
+                "--allowed-hosts",
+                "HOST",
+                "that requests may name, '*': any (default: this machine's own names where there "
+                "are no keys and --host is one of them, else any)",
+            ),
             ("--allowed-origins", "ORIGIN", "whose pages may ask, '*': all (CORS; default: none)"),
             ("--allowed-methods", "METHOD", "that they may use (default: all)"),
             ("--allowed-headers", "HEADER", "that they may send (default: all)"),
@@ -164,10 +230,13 @@ class ServerSettings:
         text = "no line in the log for each request"
         flags = ("--disable-uvicorn-access-log", "--disable-log-requests")
         group.add_argument(*flags, action="store_true", default=None, help=text)
+        text = f"of the web server's own lines (default: {cls.uvicorn_log_level})"
+        group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, help=text)
         text = "OpenTelemetry collector that spans of requests go to, over HTTP (default: none)"
         group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
         for flag, metavar, text in (
             ("--max-body-mib", "MIB", "longest request body"),
+            ("--storage-mib", "MIB", "responses, files and batches kept for each API key, 0: none"),
             ("--request-timeout", "SECONDS", "a request that takes longer is aborted, 0: none"),
             ("--shutdown-timeout", "SECONDS", "after a signal to stop, time for running requests to end"),
             ("--keep-alive-interval", "SECONDS", "a silent stream gets a comment this often, 0: never"),
@@ -182,6 +251,8 @@ class ServerSettings:
             name = flag.removeprefix("--").replace("-", "_")
             default = getattr(cls, name)
             group.add_argument(flag, type=type(default), metavar=metavar, help=f"{text} (default: {default:g})")
+        text = "where those are, so that they outlive the server (default: a folder that goes with it)"
+        group.add_argument("--storage-dir", metavar="DIR", help=text)
         text = "how the model writes calls of tools (default: as its chat template tells)"
         group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
         text = "thoughts within <think> and </think> are told apart from the answer (default: part of it)"

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.prefix_cache.protocol import Saved
+from shadowkv.prefix_cache.protocol import Saved, SaveError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.owners import prompt_owner
 from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
@@ -36,18 +37,23 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         endpoint: Endpoint = completions if body.messages is None else chat_completions
         params = SamplingParams(max_tokens=1, temperature=0.0, cache_salt=body.cache_salt)
 
+        owner = prompt_owner()
+
         def encode() -> list[int]:
             return endpoint.prompts(body, engine.max_model_len)[0]
 
         prompt = await in_turn(sum(endpoint.sizes(body)), encode)
-        request = await in_turn(len(prompt), lambda: engine_request(engine, prompt, params))
-        return await engine.save(body.name, request, metrics.observe)
+        request = await in_turn(len(prompt), lambda: engine_request(engine, prompt, params, owner))
+        return await engine.save(_own(body.name), request, metrics.observe)
 
     async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:
         async def answer() -> Response:
             began = time.monotonic()
             check_model(body.model, served_name)
-            saved = await _within(settings.request_timeout, work())
+            try:
+                saved = await _within(settings.request_timeout, work())
+            except SaveError as error:
+                raise type(error)(str(error).replace(_own(body.name), body.name)) from error
             seconds = time.monotonic() - began
             return JSONResponse({"name": body.name, "tokens": saved.tokens, "bytes": saved.nbytes, "seconds": seconds})
 
@@ -59,9 +65,15 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
     @router.post("/cache/restore", response_model=None, responses=responses(RestoredPrompt, *statuses))
     async def post_restore(body: RestoreRequest, request: Request) -> Response:
-        return await respond(body, request, lambda: engine.restore(body.name))
+        return await respond(body, request, lambda: engine.restore(_own(body.name)))
 
     return router
+
+
+def _own(name: str) -> str:
+    """What is kept on the disk for a name, which each owner may use for its own."""
+    owner = prompt_owner()
+    return name if owner is None else f"{owner}.{name}"
 
 
 async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:

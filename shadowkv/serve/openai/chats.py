@@ -34,7 +34,15 @@ class Chat(Endpoint):
         try:
             check = partial(check_length, self.tokenizer, limit, "messages")
             turns, variables = template_input(request, self.tokenizer.chat_template)
-            return [self.tokenizer.encode_chat(turns, parse_special=request.parse_special, check=check, **variables)]
+            tokens = self.tokenizer.encode_chat(
+                turns,
+                request.has_next_turn,
+                continue_final_message=request.continue_final_message,
+                parse_special=request.parse_special,
+                check=check,
+                **variables,
+            )
+            return [tokens]
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error
 

@@ -52,6 +52,9 @@ class Choices(Endpoint):
         head = job.head(self.chunk_kind) | ({"usage": None} if job.request.include_usage else {})
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
+                if piece.prompt_progress is not None:
+                    yield {**head, "choices": self.delta(piece), "prompt_progress": piece.prompt_progress}
+                    continue
                 slow = piece.first and job.echo
                 for choice in await asyncio.to_thread(self.delta, piece) if slow else self.delta(piece):
                     yield {**head, "choices": [choice]}

@@ -1,17 +1,14 @@
-"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read. And what they are
-made of: unions that are discriminated by ``type``, with errors from the matching one alone, and lists of them."""
+"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
-from shadowkv.serve.bodies.api_error import TAG, from_validation
+from shadowkv.serve.bodies.api_error import from_validation
 from shadowkv.serve.bodies.body import Body, at_most
 from shadowkv.serve.bodies.limits import MAX_MESSAGES
 from shadowkv.serve.openai.messages import Variables
@@ -22,25 +19,6 @@ PART_LISTS = ("content", "output", "summary")
 
 SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "stream"}
 """Parameters that mean the same everywhere."""
-
-
-def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None = None) -> Any:
-    """The union, as a type.
-
-    Args:
-        kinds: bodies by their ``type``.
-        what: the others in words, for the refusal that says they are not supported.
-        default: type of a body that has none.
-    """
-
-    def tag(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return f"{TAG}{kind}" if isinstance(kind, str) and kind in kinds else None
-
-    members = [Annotated[body, Tag(f"{TAG}{kind}")] for kind, body in kinds.items()]
-    message = f"type must be {' or '.join(map(repr, kinds))}; {what} are not supported"
-    discriminator = Discriminator(tag, custom_error_type="type", custom_error_message=message)
-    return Annotated[reduce(or_, members), discriminator]
 
 
 def few_parts(value: Any) -> Any:
@@ -74,7 +52,9 @@ class Converted(Body):
         return self._chat
 
     def finish(self) -> None:
-        given = {name: getattr(self, name) for name in SHARED & self.model_fields_set}
+        # What was sent beyond the fields is in the set of those that were given, too, and dropped by now.
+        fields = SHARED & self.model_fields_set & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in fields}
         try:
             self._chat = ChatRequest.model_validate({**given, **self.as_chat()})
         except ValidationError as error:

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
+from shadowkv.serve.http.owners import prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
@@ -159,7 +160,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
-            compiling = engine.compile_grammar(request.output_schema, request.calls_are_forced)
+            compiling = engine.compile_grammar(request.output_schema, request.on_one_line)
             await asyncio.wait_for(compiling, None if deadline is None else deadline - time.monotonic())
         except asyncio.TimeoutError:
             raise DeadlineExceeded(TOO_LONG) from None
@@ -170,12 +171,13 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
             raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
 
     record = current_record()
+    owner = prompt_owner()
     name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"
 
     def encode() -> Job:
         prompts = endpoint.prompts(request, engine.max_model_len)
         choices = [
-            engine_request(engine, prompt, params)
+            engine_request(engine, prompt, params, owner)
             for prompt in prompts
             for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]
@@ -189,8 +191,13 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     return job
 
 
-def engine_request(engine: EngineClient, prompt: list[int], params: SamplingParams) -> ClientRequest:
-    """A request to the engine; raises ApiError if it could never be served."""
+def engine_request(
+    engine: EngineClient, prompt: list[int], params: SamplingParams, owner: str | None = None
+) -> ClientRequest:
+    """A request to the engine, which shares cached prompts with those of the same ``owner`` alone; raises ApiError if
+    it could never be served."""
+    if owner is not None:
+        params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:
         return engine.request(prompt, params)
     except RequestError as error:

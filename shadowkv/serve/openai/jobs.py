@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.outputs import RequestOutput, TokenLogprobs
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, TextOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
@@ -43,6 +43,8 @@ class Piece:
     thought: str = ""
     stop_string: str | None = None
     selections: Sequence[TokenSelections | None] | None = None
+    prompt_progress: dict[str, int] | None = None
+    """How far the prompt has come; such a piece has nothing else."""
 
 
 @dataclass
@@ -72,10 +74,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
-        self.last_outputs: dict[int, RequestOutput] = {}
+        self.last_outputs: dict[int, TextOutput] = {}
         self.thinking_tokens = 0
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
         continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
@@ -86,10 +88,15 @@ class Job:
             outputs = await stack.enter_async_context(aclosing(self.engine.generate(self.choices, timeout)))
             try:
                 async for index, output in outputs:
-                    if see:
+                    if see and not output.is_progress:
                         see[index](output)
+                    if output.error == NOTHING_FOLLOWS:  # as the client's rules have it
+                        raise ApiError(output.error, param="response_format", code="nothing_follows")
                     if output.error is not None:
                         raise ApiError(output.error, status=500, code="generation_failed")
+                    if output.is_progress:
+                        yield index, output
+                        continue
                     first = index not in self.last_outputs
                     self.last_outputs[index] = output
                     yield index, self._with_prompt(index, output) if first else output
@@ -97,7 +104,7 @@ class Job:
                 raise DeadlineExceeded(TOO_LONG) from None
         await self.remote_prefill.send(prompts)
 
-    def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
+    def _with_prompt(self, index: int, output: TextOutput) -> TextOutput:
         """A choice's first output, with the prompt prepended if it is to be echoed."""
         if self.echo is None:
             return output
@@ -111,6 +118,10 @@ class Job:
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
+                if output.prefilled is not None:
+                    yield Piece(index, first=False, prompt_progress=prompt_progress(output, output.prefilled))
+                if output.is_progress:
+                    continue
                 logprobs = (output.logprobs or []) if wants_logprobs else None
                 piece = self._read(index, output.text, output.finish_reason)
                 reasoning = self.reasoning[index]
@@ -171,6 +182,15 @@ class Job:
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
+    """As llama.cpp tells it: ``processed`` tokens of ``total``, of which ``cache`` were found in the cache, and
+    ``time_ms`` since work on the prompt began."""
+    times = output.times
+    seconds = (times.first_token or time.monotonic()) - (times.scheduled or times.arrival)
+    counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": processed}
+    return {**counts, "time_ms": round(1000 * max(0.0, seconds))}
 
 
 class RemotePrefill:

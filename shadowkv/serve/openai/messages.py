@@ -9,10 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shadowkv.serve.bodies.body import Body, Name, Text, at_most, bounded, parse_json, refusal, wrong
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS
+from shadowkv.serve.openai.documents import FilePart
 from shadowkv.serve.openai.tools import Tools
+from shadowkv.serve.openai.unions import union_by_type
 
 RESERVED = frozenset(
-    ("messages", "tools", "add_generation_prompt", "add_special_tokens", "parse_special", "check", "self")
+    ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special")
+    + ("check", "self")
 )
 """Variables that a template gets in other ways, or not at all."""
 
@@ -33,7 +36,11 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+if TYPE_CHECKING:
+    Part = TextPart | FilePart
+else:
+    Part = union_by_type({"text": TextPart, "file": FilePart}, "images and audio")
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
@@ -143,7 +150,9 @@ def _variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checks that the arguments of all calls together have no more values than those of one may have."""
+    """Checks that the arguments of all calls together have no more values than those of one may have, and all texts
+    no more characters, those of documents included."""
+    at_most(MAX_TEXT_CHARS, "characters", sum(len(turn["content"]) for turn in turns))
     calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     bounded(MAX_TEXT_CHARS, calls)
     return turns
@@ -176,13 +185,31 @@ class Conversation(Body):
     tools: Tools = Field([])
     chat_template_kwargs: Variables = Field({})
     reasoning_effort: Effort | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
-        for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
+        for name in ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if self.messages is None and getattr(self, name):
                 raise refusal(name, f"{name} is for messages; leave it out, a prompt has no template")
+        if self.continue_final_message:
+            self._check_continued()
         return self
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            reason = "a message that is continued is not followed by another: leave add_generation_prompt out"
+            raise refusal("add_generation_prompt", reason)
+        last = (self.messages or [{"role": ""}])[-1]
+        if last["role"] != "assistant" or "tool_calls" in last:
+            reason = "the last message must be the assistant's, without tool_calls: it is what is continued"
+            raise refusal("continue_final_message", reason)
+
+    @property
+    def has_next_turn(self) -> bool:
+        """Whether the prompt ends where another turn of the assistant begins."""
+        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -1,33 +1,42 @@
-"""The JSON schema that an output has to follow: ``response_format``'s, or that of calls that ``tool_choice`` forces."""
+"""What an output has to follow: ``response_format``, vLLM's ``structured_outputs`` and older ``guided_*``, or the JSON
+schema of calls that ``tool_choice`` forces. All are one text: a JSON schema, or other rules (``grammar_text``)."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import MAX_SCHEMA_CHARS
+from shadowkv.serve.bodies.body import Body, at_most, parse_json, refusal
 from shadowkv.serve.openai.tools import Choice
 
 RESPONSE_FORMAT: dict[str, Any] = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {}},
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}, "json_schema": {}},
     "required": ["type"],
 }
+
+MAX_CHOICES = 4_096
+"""Texts that ``choice`` may have."""
 
 ANY_OBJECT = '{"type": "object"}'
 
 
 def json_schema(value: Any) -> str | None:
-    """The schema that the output has to follow, as JSON text; None for plain text. Raises PydanticCustomError."""
+    """What the output has to follow, as text; None for plain text. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return ANY_OBJECT
+    if kind == "structural_tag":
+        return _tag_text(value)
     if kind != "json_schema":
-        raise _refusal("its type must be text, json_object or json_schema")
+        raise _refusal("its type must be text, json_object, json_schema or structural_tag")
     return checked_schema(value.get("json_schema"))
 
 
@@ -36,6 +45,10 @@ def checked_schema(named: Any) -> str:
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")
+    return _dumped(schema)
+
+
+def _dumped(schema: dict[str, Any]) -> str:
     try:
         text = json.dumps(schema)
     except RecursionError as error:
@@ -43,6 +56,61 @@ def checked_schema(named: Any) -> str:
     if len(text) > MAX_SCHEMA_CHARS:
         raise _refusal(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARS} are supported")
     return text
+
+
+def _tag_text(tag: dict[str, Any]) -> str:
+    return grammar_text("structural_tag", _dumped(tag))
+
+
+Rules = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_CHARS)]
+Choices = Annotated[list[Rules], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's ``structured_outputs``: one of the first six. A schema or tag may be an object or its JSON text; a grammar
+    is one in GBNF, which vLLM's EBNF is, too."""
+
+    json_: Annotated[Rules | dict[str, Any] | None, Field(alias="json")] = None
+    regex: Rules | None = None
+    choice: Choices | None = None
+    grammar: Rules | None = None
+    json_object: bool | None = None
+    structural_tag: Rules | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> StructuredOutputs:
+        kinds = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None, self.structural_tag)
+        if sum(kind is not None for kind in kinds) != 1:
+            raise refusal("json", "pass one of json, regex, choice, grammar, json_object and structural_tag")
+        _ = self.text
+        return self
+
+    @property
+    def text(self) -> str:
+        """What the output has to follow, as text; raises PydanticCustomError."""
+        if self.json_ is not None:
+            return _dumped(_object("json", self.json_))
+        if self.regex is not None:
+            return grammar_text("regex", self.regex)
+        if self.choice is not None:
+            at_most(MAX_SCHEMA_CHARS, "characters of choices", sum(map(len, self.choice)))
+            return choice_text(self.choice)
+        if self.grammar is not None:
+            return grammar_text("grammar", self.grammar)
+        return ANY_OBJECT if self.structural_tag is None else _tag_text(_object("structural_tag", self.structural_tag))
+
+
+def _object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = parse_json(value.encode()) if isinstance(value, str) else value
+    except ValueError as error:
+        raise refusal(name, f"{name} must be an object or its JSON text: {error}") from error
+    if not isinstance(value, dict):
+        raise refusal(name, f"{name} must be an object or its JSON text")
+    return value
 
 
 def _refusal(message: str) -> PydanticCustomError:

@@ -15,10 +15,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
+from shadowkv.engine.structured.grammar_text import grammar_kind
 from shadowkv.prefix_cache.protocol import SAVE_NAME, SNAPSHOT_NAME, check_save_name
+from shadowkv.serve.bodies.api_error import from_validation
 from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
 from shadowkv.serve.bodies.limits import (
     MAX_CHOICES,
@@ -34,7 +36,14 @@ from shadowkv.serve.bodies.limits import (
     MAX_TOKEN_ID,
 )
 from shadowkv.serve.openai.messages import Conversation, Turns
-from shadowkv.serve.openai.output_schema import RESPONSE_FORMAT, calls_schema, json_schema
+from shadowkv.serve.openai.output_schema import (
+    RESPONSE_FORMAT,
+    Choices,
+    Rules,
+    StructuredOutputs,
+    calls_schema,
+    json_schema,
+)
 from shadowkv.serve.openai.tools import Choice, ToolChoice
 
 Tokens = array
@@ -46,6 +55,9 @@ TokenPrompt = Annotated[TokenList, Field(min_length=1)]
 Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""What vLLM had before ``structured_outputs``."""
 
 COMPLETION_TOKENS = 16
 """Length of a completion that does not specify one, as in the OpenAI API."""
@@ -173,8 +185,14 @@ class GenerationRequest(Sampling):
     max_tokens: int | None = None
     stop: Stops = Field([])
     response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Rules | dict[str, Any] | None = None
+    guided_regex: Rules | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Rules | None = None
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
+    return_progress: bool = SamplingParams.return_progress
     kv_transfer_params: KVTransferParams | None = None
 
     @model_validator(mode="after")
@@ -183,6 +201,9 @@ class GenerationRequest(Sampling):
             raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed with stream")
+        rules = ("response_format", "structured_outputs", *GUIDED)
+        if sum(getattr(self, name) is not None for name in rules) > 1:
+            raise refusal("structured_outputs", "pass one of response_format, structured_outputs and guided_*")
         self._first_choice({}, None)
         return self
 
@@ -206,8 +227,24 @@ class GenerationRequest(Sampling):
 
     @property
     def output_schema(self) -> str | None:
-        """JSON schema (as JSON text) that the output must follow."""
-        return self.response_format
+        """What the output must follow: a JSON schema (as JSON text) or other rules (``grammar_text``)."""
+        return self.response_format if self.structured is None else self.structured.text
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """``structured_outputs``, or the same in vLLM's older words."""
+        for name in GUIDED:
+            if (value := getattr(self, name)) is not None:
+                try:
+                    return StructuredOutputs.model_validate({name.removeprefix("guided_"): value})
+                except ValidationError as error:
+                    raise refusal(name, from_validation(error.errors(include_url=False)).message) from error
+        return self.structured_outputs
+
+    @property
+    def on_one_line(self) -> bool:
+        """Whether the JSON is to have no line ends and no more spaces than one after each comma and colon."""
+        return self.calls_are_forced or (self.structured is not None and self.structured.disable_any_whitespace)
 
     @property
     def calls_are_forced(self) -> bool:
@@ -244,13 +281,18 @@ class GenerationRequest(Sampling):
         return [first, *(replace(first, seed=seed) for seed in seeds)]
 
     def _first_choice(self, defaults: Mapping[str, float], room: int | None) -> SamplingParams:
+        schema = self.output_schema
+        kind = "json_schema" if schema is None or grammar_kind(schema) is None else "grammar"
         own: dict[str, Any] = {
             "max_tokens": self.limit(room),
             "logprobs": self.alternatives,
             "prompt_logprobs": self.prompt_alternatives,
-            "json_schema": self.output_schema,
-            "json_one_line": self.calls_are_forced,
+            "json_schema": None,
+            "grammar": None,
+            kind: schema,
+            "json_one_line": self.on_one_line,
             "skip_special_tokens": not self.parses_calls,
+            "return_progress": self.return_progress and self.stream,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
         }
@@ -307,9 +349,10 @@ class ChatRequest(GenerationRequest, Conversation):
             raise refusal("tool_choice", f"tool_choice {chosen} needs tools to choose from")
         if chosen.name is not None and chosen.name not in names:
             raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is none of tools")
-        if names and chosen.kind != "none" and self.response_format is not None:
-            reason = "response_format leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
-            raise refusal("response_format", reason)
+        if names and chosen.kind != "none" and super().output_schema is not None:
+            name = "response_format" if self.structured is None else "structured_outputs"
+            reason = f"{name} leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
+            raise refusal(name, reason)
         if chosen.is_forced and (self.min_tokens or self.ignore_eos):
             raise refusal(
                 "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
@@ -331,7 +374,7 @@ class ChatRequest(GenerationRequest, Conversation):
     @cached_property
     def output_schema(self) -> str | None:
         if not self.calls_are_forced:
-            return self.response_format
+            return super().output_schema
         return calls_schema(self.tools, self.chosen_tools, self.parallel_tool_calls)
 
     @property
@@ -353,7 +396,6 @@ class TokenizeRequest(Conversation):
     model: Name | None = None
     prompt: Text | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     parse_special: bool | None = None
     return_token_strs: bool = False
 

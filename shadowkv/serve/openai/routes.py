@@ -59,7 +59,8 @@ def token_routes(engine: EngineClient, served_name: str) -> APIRouter:
                 turns, variables = template_input(body, tokenizer.chat_template)
                 tokens = tokenizer.encode_chat(
                     turns,
-                    body.add_generation_prompt,
+                    body.has_next_turn,
+                    continue_final_message=body.continue_final_message,
                     parse_special=bool(body.parse_special),
                     add_special_tokens=bool(special),
                     check=partial(check_length, tokenizer, limit, param),

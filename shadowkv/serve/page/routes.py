@@ -16,20 +16,23 @@ from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.errors import as_api_error, error_response, too_large
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import STATS_PATH
+from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.page.documents import MAX_DOCUMENT_BYTES, read_document
 
 if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
     from shadowkv.engine.process.client import EngineClient
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
-"""Only the page's own files, no script in markup, no frames; answers are inserted as text only."""
+"""Only the page's own files, no script in markup, no frames; text becomes markup through DOMPurify alone."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -39,7 +42,20 @@ HEADERS = {
 }
 
 FOLDER = files("shadowkv.serve.page") / "static"
-ASSETS = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in FOLDER.iterdir()}
+
+
+def _assets(folder: Traversable, path: str = "/page/") -> dict[str, Traversable]:
+    """Files that are sent, by their paths; what else is there says how others license theirs."""
+    found: dict[str, Traversable] = {}
+    for file in folder.iterdir():
+        if file.is_dir():
+            found |= _assets(file, f"{path}{file.name}/")
+        elif file.name.rsplit(".")[-1] in MEDIA_TYPES:
+            found["/" if file.name == "index.html" else path + file.name] = file
+    return found
+
+
+ASSETS = _assets(FOLDER)
 
 PAGE_PATHS = frozenset(ASSETS)
 """They are served without a key: the page asks for the key."""
@@ -135,7 +151,7 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
                 return too_large(text, request.url.path)
 
         async def read() -> Response:
-            return JSONResponse(asdict(await documents.apart(bytes(raw), read_document)))
+            return JSONResponse(asdict(await documents.apart(bytes(raw), read_document, owner_of(request))))
 
         return await reply(request, read)
 

@@ -105,17 +105,42 @@ class Response(Answer):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
+    presence_penalty: float
+    frequency_penalty: float
+    prompt_cache_key: str | None
     reasoning: dict[str, Any]
-    store: Literal[False]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, str]
     tools: list[dict[str, Any]]
+    top_logprobs: Literal[0]
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+
+
+class DeletedResponse(Answer):
+    """Answer of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response.deleted"]
+    deleted: Literal[True]
+
+
+class ItemList(Answer):
+    """Answer of ``/v1/responses/{id}/input_items``: newest first, unless ``order`` is "asc"."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False]

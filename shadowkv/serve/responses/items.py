@@ -10,10 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from shadowkv.serve.bodies.body import Body, Dropped, Name, Text
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
-from shadowkv.serve.openai.converted import union_by_type
+from shadowkv.serve.openai.documents import FileSource
 from shadowkv.serve.openai.messages import parsed_arguments
+from shadowkv.serve.openai.unions import union_by_type
 
-NO_TEXT = "images, audio, files and calls of built-in tools"
+NO_TEXT = "images, audio and calls of built-in tools"
 
 
 class InputText(Body):
@@ -21,6 +22,12 @@ class InputText(Body):
 
     type: Literal["input_text"]
     text: Text
+
+
+class InputFile(FileSource):
+    """A document."""
+
+    type: Literal["input_file"]
 
 
 class OutputText(Body):
@@ -47,9 +54,10 @@ class ReasoningText(Body):
 
 
 if TYPE_CHECKING:
-    TextPart = InputText
+    TextPart = InputText | InputFile
 else:
-    TextPart = union_by_type({"input_text": InputText, "output_text": OutputText, "text": PlainText}, NO_TEXT)
+    KINDS_OF_PARTS = {"input_text": InputText, "output_text": OutputText, "text": PlainText, "input_file": InputFile}
+    TextPart = union_by_type(KINDS_OF_PARTS, NO_TEXT)
 
 Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
@@ -79,6 +87,7 @@ class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    phase: Literal["commentary", "final_answer"] | None = None  # of an assistant's; templates know none
 
 
 class CallItem(Item):
@@ -172,5 +181,5 @@ class _Turn:
         }
 
 
-def _text(parts: Iterable[InputText | ReasoningText]) -> str:
+def _text(parts: Iterable[InputText | InputFile | ReasoningText]) -> str:
     return "\n".join(part.text for part in parts)

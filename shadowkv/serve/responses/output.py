@@ -18,6 +18,8 @@ Event = dict[str, Any]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 """Prefixes of items' ids."""
 
+ENDS = ("response.completed", "response.incomplete")
+
 
 class ResponseOutput:
     """The answer to one job, which asks for one choice.
@@ -28,7 +30,7 @@ class ResponseOutput:
 
     def __init__(self, job: Job) -> None:
         assert isinstance(job.body, ResponsesRequest)
-        self._job, self._sequence = job, 0
+        self._job, self._sequence, self._keep = job, 0, job.body.keep
         self._item: dict[str, Any] | None = None
         self._said: list[str] = []  # the item's text: joined at its end, as answers may be long
         self._call = -1
@@ -47,6 +49,8 @@ class ResponseOutput:
                     yield event
                 if piece.finish_reason is not None:
                     for event in self._end(piece.finish_reason):
+                        if event["type"] in ENDS and self._keep is not None:
+                            await self._keep(self.answer)  # before the client knows of it and refers to it
                         yield event
 
     def failure(self, error: ApiError) -> Event:
@@ -182,17 +186,24 @@ def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata,
         "model": job.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        "store": False,
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.keep is not None,
         "temperature": params.temperature,
-        "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+        "text": {"format": body.text.format.repeated, "verbosity": body.text.verbosity or "medium"},
         "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
         "tools": [{"strict": None, "description": None, **tool.model_dump(exclude_none=True)} for tool in body.tools],
+        "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,

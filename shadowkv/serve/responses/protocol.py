@@ -1,13 +1,22 @@
-"""Body of ``/v1/responses``. Nothing is stored: the whole conversation is in ``input``."""
+"""Body of ``/v1/responses``."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
-from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, wrong
 from shadowkv.serve.bodies.limits import (
     MAX_MESSAGES,
     MAX_METADATA,
@@ -22,6 +31,8 @@ from shadowkv.serve.openai.output_schema import checked_schema
 from shadowkv.serve.openai.protocol import Sampling, Stops
 from shadowkv.serve.openai.tools import WORDS, Function, within_limits
 from shadowkv.serve.responses.items import InputItem, messages_of
+
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
 
 NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"})
 
@@ -68,7 +79,17 @@ class Format(Body):
     def _check_schema(self) -> Format:
         if self.type == "json_schema":
             checked_schema({"schema": self.schema_})
+        else:  # of any depth, and without effect: answers do not repeat it
+            self.name = self.description = self.schema_ = self.strict = None
         return self
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """As answers have it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        about = {"name": self.name or "", "description": self.description, "strict": bool(self.strict)}
+        return {"type": self.type, **about, "schema": self.schema_}
 
     def as_response_format(self) -> dict[str, Any]:
         """The equivalent in a chat."""
@@ -79,6 +100,7 @@ class TextConfig(Body):
     """``text``."""
 
     format: Format = Format()
+    verbosity: Literal["low", "medium", "high"] | None = None  # no model here knows it
 
 
 class Reasoning(Body):
@@ -128,7 +150,8 @@ def _known(value: str) -> str:
 
 
 class ResponsesRequest(Converted, Sampling):
-    """Body of ``/v1/responses``. ``store`` has no effect, as in vLLM: nothing is stored, and answers say so."""
+    """Body of ``/v1/responses``. One with ``previous_response_id`` is read again with what came before it as ``input``
+    (``history.py``). ``max_tool_calls`` limits built-in tools, of which there are none."""
 
     names = NAMES
 
@@ -145,15 +168,22 @@ class ResponsesRequest(Converted, Sampling):
     reasoning: Reasoning = Reasoning()
     metadata: Metadata = Field({})
     include: Annotated[list[Annotated[str, AfterValidator(_known)]], Field(max_length=16, fail_fast=True)] = Field([])
-    store: bool = False
+    store: bool = True
     previous_response_id: Name | None = None
+    max_tool_calls: int | None = Field(None, ge=1)
+    top_logprobs: Literal[0] = 0
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    _keep: Keep | None = PrivateAttr(None)
 
-    @model_validator(mode="after")
-    def _check_stored(self) -> ResponsesRequest:
-        if self.previous_response_id is not None:
-            reason = "this server stores no responses: send the whole conversation as input"
-            raise refusal("previous_response_id", reason)
-        return self
+    @property
+    def keep(self) -> Keep | None:
+        """Keeps the answer, if it is to be kept."""
+        return self._keep if self.store else None
+
+    def kept_by(self, keep: Keep) -> None:
+        """Has the answer kept, unless the request says otherwise."""
+        self._keep = keep
 
     def as_chat(self) -> dict[str, Any]:
         choice: Any = self.tool_choice

@@ -1,23 +1,31 @@
-"""``/v1/responses``: a chat whose answer is a list of items."""
+"""``/v1/responses``: a chat whose answer is a list of items; and the answers that are kept."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
 
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.errors import as_api_error, error_response
+from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, read_request, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat
 from shadowkv.serve.openai.endpoint import Responder
 from shadowkv.serve.openai.jobs import Job
-from shadowkv.serve.responses.answers import Response
+from shadowkv.serve.responses.answers import DeletedResponse, ItemList, Response
+from shadowkv.serve.responses.history import History
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
+from shadowkv.serve.storage.store import Store
 
 if TYPE_CHECKING:
-    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+STATUSES = (401, 404, 429, 500, 503)
 
 
 class Responses(EventChat):
@@ -32,12 +40,42 @@ class Responses(EventChat):
         return ResponseOutput(job)
 
 
-def responses_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """The route."""
-    router, endpoint = APIRouter(route_class=BodyRoute), Responses(engine.tokenizer, settings)
+def responses_routes(tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: Store) -> APIRouter:
+    """The routes; answers are kept in ``store``, if that is on."""
+    router, endpoint = APIRouter(route_class=BodyRoute), Responses(tokenizer, settings)
 
     @router.post(Responses.url, response_model=None, responses=responses(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_responses(body: ResponsesRequest, request: Request) -> HTTPResponse:
+        raw, previous = await request.body(), body.previous_response_id
+        history = History(store, owner_of(request), settings.max_body_bytes)
+        if previous is not None:
+            try:
+                body = await read_request(
+                    request, await asyncio.to_thread(history.continued, raw, previous), ResponsesRequest
+                )
+            except Exception as error:
+                return error_response(as_api_error(error), request.url.path)
+        if store.is_on:
+            body.kept_by(partial(history.add, raw))
         return await respond(endpoint, body, request)
+
+    @router.get(f"{Responses.url}/{{id}}", response_model=None, responses=responses(Response, *STATUSES))
+    async def get_response(id: str, request: Request) -> dict[str, Any]:
+        value: dict[str, Any] = (await asyncio.to_thread(store.get, owner_of(request), "response", id)).value
+        response: dict[str, Any] = value["response"]
+        return response
+
+    @router.get(f"{Responses.url}/{{id}}/input_items", response_model=None, responses=responses(ItemList, *STATUSES))
+    async def get_input_items(id: str, request: Request, order: Literal["asc", "desc"] = "desc") -> dict[str, Any]:
+        value: dict[str, Any] = (await asyncio.to_thread(store.get, owner_of(request), "response", id)).value
+        items = [{"type": "message", "id": f"item_{number}", **item} for number, item in enumerate(value["input"])]
+        items = items if order == "asc" else items[::-1]
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+        return {"object": "list", "data": items, **ends, "has_more": False}
+
+    @router.delete(f"{Responses.url}/{{id}}", response_model=None, responses=responses(DeletedResponse, *STATUSES))
+    async def delete_response(id: str, request: Request) -> dict[str, Any]:
+        await asyncio.to_thread(store.remove, owner_of(request), "response", id)
+        return {"id": id, "object": "response.deleted", "deleted": True}
 
     return router

@@ -14,9 +14,16 @@ MISTRAL_ID_CHARS = 9
 
 
 class Hermes(ToolParser):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen2.5 and Qwen3."""
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen2.5 and Qwen3; Qwen2.5-Coder begins an
+    answer with a code block of the same instead, which llama.cpp reads, too."""
 
     def _read(self) -> Reading[None]:
+        yield from self._blanks()
+        if (yield from self._passed("```json")) and (yield from self._calls(",")):
+            yield from self._passed("```")
+            self._drop()
+        else:
+            self._at = self._begin  # it is text
         while (yield from self._until("<tool_call>")):
             yield from self._passed("<tool_call>")
             if not (yield from self._calls(",")):

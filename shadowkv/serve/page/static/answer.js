@@ -1,23 +1,43 @@
-// One answer as it comes: its text in pieces, each with what its tokens attended to.
+// One answer as it comes: how far the prompt is read, its text in pieces, each with what its tokens attended to, and
+// what can be done with it. Its record is what the chat keeps of it.
 
-import { byId, count, make, tell } from "./elements.js";
+import { button, copy, count, duration, make, tokens } from "./elements.js";
+import { inPieces, rendered } from "./markdown.js";
+
+const TOLD = 1500; // milliseconds that a button says what it has done
 
 export class Answer {
-  /** A column of the page; `chosen` is called with the number of a piece that is clicked. */
-  constructor(title, chosen) {
-    this.pieces = [];
+  /**
+   * Args:
+   *   record: { title, text, thought, meta, end }; `end` is "" for a whole answer, "length", "stopped" or "broken" for
+   *     one that can be continued, and "answering" while it is written.
+   *   chosen: called with the answer and the number of a piece that is clicked.
+   */
+  constructor(record, chosen) {
+    this.record = record;
+    this.pieces = (record.text.match(/\s*\S+|\s+$/g) ?? []).map((text) => ({ text, spans: [], selections: [] }));
     this.pending = [];
-    this.began = performance.now();
-    this.element = make("article");
-    this.body = make("div", "answer-text busy");
+    this.chosen = -1;
+    this.element = make("article", "answer");
+    this.reading = make("div", "reading");
+    this.bar = make("progress");
+    this.bar.setAttribute("aria-label", "Prompt read");
+    this.told = make("p", "meta");
+    this.reading.append(this.bar, this.told);
+    this.reading.hidden = true;
+    this.thoughts = make("details", "thoughts");
+    this.thoughts.append(make("summary", "", "Thoughts"), make("div"));
+    this.body = make("div", "answer-text");
     this.body.setAttribute("aria-live", "polite");
-    this.body.setAttribute("aria-busy", "true");
-    this.meta = make("p", "meta", "waiting for the first token …");
-    this.element.append(make("h3", "", title), this.body, this.meta);
+    this.meta = make("p", "meta", record.meta);
+    this.tools = make("div", "row tools");
+    this.element.append(make("h3", "", record.title), this.reading, this.thoughts, this.body, this.meta, this.tools);
     this.body.addEventListener("click", (event) => {
-      const number = this.pieces.findIndex((piece) => piece.span === event.target);
-      if (number >= 0 && this.pieces[number].selections.length) chosen(number);
+      const number = this.pieces.findIndex((piece) => piece.spans.includes(event.target));
+      if (number >= 0 && this.pieces[number].selections.length) chosen(this, number);
     });
+    this.render();
+    this.offer();
   }
 
   get text() {
@@ -29,38 +49,109 @@ export class Answer {
     return this.pieces.flatMap((piece) => piece.selections);
   }
 
+  get canGoOn() {
+    return this.record.end !== "" && this.record.text !== "";
+  }
+
+  /** Begins to write; what is there already is continued. */
+  begin() {
+    this.began = performance.now();
+    this.first = null;
+    this.tokens = 0;
+    this.record.end = "answering";
+    this.body.classList.add("busy");
+    this.body.setAttribute("aria-busy", "true");
+    this.meta.textContent = "";
+    this.reading.hidden = false;
+    this.bar.removeAttribute("value");
+    this.told.textContent = "waiting for the server …";
+    this.tools.replaceChildren();
+  }
+
+  /** How far the prompt is read, as the server's `prompt_progress` says. */
+  progress({ total, cache, processed, time_ms: time }) {
+    this.bar.max = total;
+    this.bar.value = processed;
+    const rate = (1000 * (processed - cache)) / Math.max(1, time);
+    const found = cache ? `, ${count(cache)} of them found in the cache` : "";
+    const speed = rate > 0 ? ` · ${count(rate)} a second` : "";
+    const left = rate > 0 && processed < total ? ` · ${duration((total - processed) / rate)} left` : "";
+    this.told.textContent = `reading the prompt: ${count(processed)} of ${tokens(total)}${found}${speed}${left}`;
+  }
+
   /** More text, and what tokens attended to: those of a half character or stop string come before their text. */
-  add(text, selections = []) {
+  add(text, thought, selections = []) {
     this.first ??= performance.now();
+    this.reading.hidden = true;
     this.pending.push(...selections.filter(Boolean));
-    this.tokens = (this.tokens ?? 0) + selections.length;
+    this.tokens += selections.length;
+    this.record.thought += thought;
     if (!text) return;
-    const span = make("span", this.pending.length ? "told" : "", text);
-    this.pieces.push({ text, span, selections: this.pending });
+    this.pieces.push({ text, spans: [], selections: this.pending });
     this.pending = [];
-    this.body.append(span);
+    this.record.text += text;
   }
 
-  /** Marks the selected piece, if any. */
+  /** Shows what has come. */
+  render() {
+    const { thought } = this.record;
+    this.thoughts.hidden = !thought;
+    this.thoughts.lastChild.textContent = thought;
+    const fragment = rendered(this.record.text);
+    for (const piece of this.pieces) piece.spans = [];
+    inPieces(fragment, this.pieces.map((piece) => piece.text), (number, text) => {
+      const piece = this.pieces[number];
+      const span = make("span", piece.selections.length ? "told" : "", text);
+      if (number === this.chosen) span.classList.add("chosen");
+      piece.spans.push(span);
+      return span;
+    });
+    this.body.replaceChildren(fragment);
+  }
+
+  /** Marks a piece as the one that is looked at; -1 is none. */
   choose(number) {
-    this.pieces.forEach((piece, one) => piece.span.classList.toggle("chosen", one === number));
+    this.chosen = number;
+    this.pieces.forEach((piece, other) => {
+      for (const span of piece.spans) span.classList.toggle("chosen", other === number);
+    });
   }
 
-  end(reason, usage) {
+  /** Ends it: `end` as in the record, with the reason in words, and the server's count of tokens. */
+  finish(end, reason, usage) {
+    this.record.end = end;
     this.body.classList.remove("busy");
     this.body.setAttribute("aria-busy", "false");
+    this.reading.hidden = true;
     const words = [];
     if (this.first) words.push(`first token after ${((this.first - this.began) / 1000).toFixed(2)} s`);
     if (usage) {
       const seconds = (performance.now() - this.first) / 1000;
-      const tokens = usage.completion_tokens;
-      const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(1)} a second` : "";
-      words.push(`${count(tokens)} ${tokens === 1 ? "token" : "tokens"}${speed}`);
+      const number = usage.completion_tokens;
+      const speed = number > 1 && seconds > 0 ? `, ${((number - 1) / seconds).toFixed(1)} a second` : "";
+      words.push(`${tokens(number)}${speed}`);
       const cached = usage.prompt_tokens_details.cached_tokens;
       words.push(`${count(usage.prompt_tokens)} of the prompt, ${count(cached)} found in the cache`);
+      this.record.used = usage.total_tokens;
     }
     if (reason) words.push(reason);
-    this.meta.textContent = words.join(" · ");
+    this.record.meta = words.join(" · ");
+    this.meta.textContent = this.record.meta;
+    this.render();
+    this.offer();
+  }
+
+  /** The buttons of an answer that has ended; `again` and `on` ask anew, or for more, where it is the last one. */
+  offer(again, on) {
+    const copying = button("Copy", async () => {
+      await copy(this.record.text.trim());
+      copying.textContent = "Copied";
+      setTimeout(() => { copying.textContent = "Copy"; }, TOLD);
+    }, "quiet");
+    const buttons = this.record.text ? [copying] : [];
+    if (again) buttons.push(button("Regenerate", again, "quiet"));
+    if (on && this.canGoOn) buttons.push(button("Continue", on, "quiet"));
+    this.tools.replaceChildren(...buttons);
   }
 }
 
@@ -71,29 +162,23 @@ function alike(one, other) {
   return length;
 }
 
-/** Marks where two answers diverge, as soon as they do. */
+/** Marks where two answers diverge, as soon as they do; gives that in words. */
 export function markDivergence([one, other], ended) {
   const texts = [one.text, other.text];
   const length = alike(...texts);
   const apart = texts.every((text) => text.length > length);
   if (!apart && !(ended && texts[0].length !== texts[1].length)) {
-    if (ended) tell("divergence", "Both answers are the same, character by character.");
-    return;
+    return ended ? "Both answers are the same, character by character." : "";
   }
   const words = texts[0].slice(0, length).split(/\s+/).filter(Boolean).length;
   for (const answer of [one, other]) {
     let at = 0;
     for (const piece of answer.pieces) {
       const here = at <= length && length < at + piece.text.length;
-      piece.span.classList.toggle("apart", here);
+      for (const span of piece.spans) span.classList.toggle("apart", here);
       at += piece.text.length;
     }
   }
   const begin = words ? `agree for ${count(words)} ${words === 1 ? "word" : "words"}` : "differ from the first word on";
-  tell("divergence", `The answers ${begin}; the first token that differs is marked.`);
-}
-
-export function clearAnswers() {
-  byId("answers").replaceChildren();
-  tell("divergence", "");
+  return `The answers ${begin}; the first token that differs is marked.`;
 }

@@ -29,7 +29,8 @@ export async function call(path, options = {}) {
   if (key) headers.set("Authorization", `Bearer ${key}`);
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    // Relative to the page, which a proxy may serve below a path of its own (--root-path).
+    response = await fetch(`.${path}`, { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (isStop(error)) throw error;
     throw new Gone("The server cannot be reached.");
@@ -42,8 +43,8 @@ export async function call(path, options = {}) {
   throw new Refused(message, response.status);
 }
 
-export async function get(path) {
-  return (await call(path)).json();
+export async function get(path, signal) {
+  return (await call(path, { signal })).json();
 }
 
 export function post(path, body, signal) {

@@ -1,182 +1,262 @@
-// Questions: one answer, or two side by side, and the places that the first one attended to.
+// Asking: what goes to the server for a turn of the chat, and what comes back.
 
-import { Answer, clearAnswers, markDivergence } from "./answer.js";
+import { follow, look, lookAway, setUpAttended, usePolicy } from "./attended/attended.js";
 import { Gone, isStop, post, stream } from "./api.js";
-import { currentDocument, isReading } from "./document.js";
-import { byId, show, tell } from "./elements.js";
-import { Reader } from "./reader.js";
-import { summed } from "./selections.js";
-import { Strip } from "./strip.js";
+import { addTurn, chat, holdChats, save, textOf } from "./chats.js";
+import { isReading, putBack, setUpDocuments, takeDocuments, waitingDocuments } from "./documents.js";
+import { byId, count, policyInWords, show, tell, tokens } from "./elements.js";
+import { setUpSettings, showSettings } from "./settings.js";
+import { Turn } from "./turns.js";
 
-const MOST_TOKENS = 256;
-const REDRAW = 150; // milliseconds
+const REDRAW = 150; // milliseconds, at least, and so many times as long as it takes:
+const REST = 4;
+const KEEP = 1000;
+const RESERVE = 128; // tokens, at least, for a question, its template and the answer
+const CHARACTERS = 3; // of a token, where it was not counted
 
-let served = null; // { name, policy, compared, chats }
+let served = null; // { name, policy, compared, chats, limit }
 let stopping = null;
-let answers = [];
-let strings = null;
-let chosen = -1; // piece of the first answer, or -1 for all
-let drawn = 0;
-
-const reader = new Reader(go);
-const strip = new Strip(go, (place) => reader.describe(place));
+let turns = [];
 
 export function useServer(about) {
   served = about;
+  usePolicy(about.policy);
+  byId("length").max = about.limit;
   show("compare-label", Boolean(about.compared));
   byId("compare-text").textContent = `Compare with ${about.compared?.split("@").pop()}`;
+  update();
 }
 
 export function setUpQuestions() {
+  setUpAttended();
+  setUpSettings();
+  setUpDocuments(update, room);
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask();
   });
   byId("stop").addEventListener("click", () => stopping?.abort());
   byId("question").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    byId("ask").requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") stopping?.abort();
   });
-  byId("token").addEventListener("input", (event) => choose(event.target.valueAsNumber - 1));
 }
 
-/** The request, by whether the model supports chats; and the same prompt for the tokenizer. */
-function request(question) {
-  const text = currentDocument()?.text;
-  if (served.chats) {
-    const content = text ? `${text}\n\n${question}` : question;
-    return ["/v1/chat/completions", { messages: [{ role: "user", content }] }];
+/** Shows the chat that is open now; returns whether its last answer was broken off by a reload. */
+export function showChat() {
+  lookAway();
+  tell("ask-error", "");
+  let cut = false;
+  for (const { answers } of chat.turns) {
+    for (const answer of answers.filter(({ end }) => end === "answering")) {
+      Object.assign(answer, { end: "stopped", meta: "stopped: the page was loaded anew" });
+      cut = true;
+    }
   }
-  const before = text ? `${text}\n\n` : "";
-  return ["/v1/completions", { prompt: `${before}Question: ${question}\nAnswer:` }];
+  turns = chat.turns.map((turn) => new Turn(turn, look));
+  byId("turns").replaceChildren(...turns.map((turn) => turn.element));
+  show("conversation", turns.length > 0);
+  showSettings();
+  offer();
+  update();
+  return cut;
+}
+
+/** Tokens of the chat so far. */
+function used() {
+  let sum = 0;
+  for (const { question, documents, answers } of chat.turns) {
+    const guessed = documents.reduce((all, one) => all + one.tokens, sum) + question.length / CHARACTERS;
+    sum = answers[0]?.used ?? guessed;
+  }
+  return Math.ceil(sum);
+}
+
+/** Tokens that there are for documents of the next question. */
+function room() {
+  return served ? served.limit - used() - RESERVE : Infinity;
+}
+
+/** Whether anything can be asked now, and why not. */
+function update() {
+  const more = waitingDocuments().reduce((sum, one) => sum + (one.tokens ?? 0), 0);
+  const tooLong = more > room();
+  const chatSoFar = used() ? `the chat so far has ${tokens(used())}, ` : "";
+  tell("too-long", !tooLong ? "" : more
+    ? `Too long to ask: ${chatSoFar}what is added ${tokens(more)}, and this model takes ${count(served.limit)} with the answer.`
+      + " Remove a document, or keep its beginning."
+    : `Too long to go on: ${chatSoFar}and this model takes ${count(served.limit)}. Begin a new chat.`);
+  byId("send").disabled = Boolean(stopping) || tooLong || !served;
+  byId("stop").disabled = !stopping;
+}
+
+/** Buttons of the last answer, to ask for it anew or for more of it. */
+function offer() {
+  for (const turn of turns.slice(0, -1)) for (const answer of turn.answers) answer.offer();
+  const turn = turns.at(-1);
+  turn?.answers.forEach((answer, number) => {
+    answer.offer(number ? null : () => again(turn), number ? null : () => goOn(turn));
+  });
+}
+
+const title = (model) => policyInWords(model === served.name ? served.policy : model.split("@").pop());
+
+/** What is sent for turns of the chat: messages, or a text where the model has no chat template. The part that was sent
+ * before comes first and is the same, so it is found in the cache. */
+function promptOf(all) {
+  const contents = all.map(({ question, documents }) => {
+    const named = documents.map((one) => (documents.length > 1 ? `${one.name}:\n\n` : "") + (one.text ?? textOf(one)));
+    return [...named, question];
+  });
+  if (served.chats) {
+    const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
+    all.forEach(({ answers }, number) => {
+      messages.push({ role: "user", content: contents[number].join("\n\n") });
+      if (number < all.length - 1) messages.push({ role: "assistant", content: answers[0]?.text ?? "" });
+    });
+    return { messages };
+  }
+  const parts = chat.system ? [`${chat.system}\n\n`] : [];
+  all.forEach(({ answers }, number) => {
+    const before = contents[number].slice(0, -1).map((text) => `${text}\n\n`).join("");
+    parts.push(`${before}Question: ${contents[number].at(-1)}\nAnswer:`);
+    if (number < all.length - 1) parts.push(`${answers[0]?.text ?? ""}\n\n`);
+  });
+  return { prompt: parts.join("") };
+}
+
+async function tokenized(body) {
+  return (await post("/tokenize", { ...body, return_token_strs: true }, stopping.signal)).json();
+}
+
+/** Tokens that an answer to a prompt may have; raises an error where there is no room for any. */
+function mostTokens(length) {
+  if (length < served.limit) return Math.min(chat.length, served.limit - length);
+  throw new Error(`That is too long: the prompt has ${tokens(length)}, and this model takes ${count(served.limit)} with the answer.`);
 }
 
 async function ask() {
   const question = byId("question").value.trim();
-  if (stopping || !served) return;
+  if (byId("send").disabled) return;
   const missing = isReading() ? "The document is still being read." : question ? "" : "There is no question yet.";
   tell("ask-error", missing);
   if (missing) return;
-  stopping = new AbortController();
-  history.replaceState({ answering: true }, "");
-  const [path, prompt] = request(question);
-  const models = [served.name, ...(byId("compare").checked && served.compared ? [served.compared] : [])];
-  begin(models);
-  const body = { ...prompt, temperature: 0, max_tokens: MOST_TOKENS, stream_options: { include_usage: true } };
-  try {
-    await Promise.all([
-      readPrompt(prompt),
-      ...models.map((model, number) => receive(answers[number], path, { ...body, model, return_selections: !number })),
-    ]);
-  } catch (error) {
-    if (error instanceof Gone) {
-      tell("ask-error", `${error.message} What has come is kept; ask again once it is back.`);
-    } else if (!isStop(error)) {
-      tell("ask-error", error.message);
+  await busily(async () => {
+    const documents = takeDocuments();
+    byId("question").value = "";
+    let counted;
+    try {
+      counted = await tokenized(promptOf([...chat.turns, { question, documents, answers: [] }]));
+      mostTokens(counted.count);
+    } catch (error) {
+      putBack(documents);
+      byId("question").value ||= question;
+      throw error;
     }
+    await addTurn(question, documents);
+    turns.push(new Turn(chat.turns.at(-1), look));
+    byId("turns").append(turns.at(-1).element);
+    show("conversation", true);
+    await answer(turns.at(-1), counted);
+  });
+}
+
+async function again(turn) {
+  await busily(async () => answer(turn, await tokenized(promptOf(chat.turns))));
+}
+
+/** Answers a turn, whose prompt was counted, by the served model and perhaps by the one to compare. */
+async function answer(turn, counted) {
+  const models = [served.name, ...(byId("compare").checked && served.compared ? [served.compared] : [])];
+  const [path, prompt] = [served.chats ? "/v1/chat/completions" : "/v1/completions", promptOf(chat.turns)];
+  const most = mostTokens(counted.count);
+  turn.anew(models.map(title));
+  turn.answers[0].strings = counted.token_strs;
+  await writing(turn, models.map((model) => [path, { ...prompt, model, max_tokens: most }]));
+}
+
+/** More of an answer that was cut off: its tokens so far are a part of the prompt. */
+async function goOn(turn) {
+  await busily(async () => {
+    const before = await tokenized(promptOf(chat.turns));
+    const written = await tokenized({ prompt: turn.answers[0].record.text, add_special_tokens: false });
+    const most = mostTokens(before.count + written.count);
+    turn.answers[0].strings = [...before.token_strs, ...written.token_strs];
+    const body = { prompt: [...before.tokens, ...written.tokens], model: served.name, max_tokens: most };
+    await writing(turn, [["/v1/completions", body]]);
+  });
+}
+
+/** Does something that Stop ends, and says what went wrong with it. */
+async function busily(work) {
+  if (stopping || !served) return;
+  stopping = new AbortController();
+  tell("ask-error", "");
+  holdChats(true);
+  update();
+  try {
+    await work();
+  } catch (error) {
+    if (error instanceof Gone) tell("ask-error", `${error.message} What has come is kept; go on once it is back.`);
+    else if (!isStop(error)) tell("ask-error", error.message);
   } finally {
     stopping.abort(); // the other one of two answers
     stopping = null;
-    history.replaceState(null, "");
-    byId("send").disabled = false;
-    byId("stop").disabled = true;
-    if (answers.length === 2) markDivergence(answers, true);
-    draw();
+    if (chat.turns.length) await save();
+    holdChats(false);
+    offer();
+    update();
   }
 }
 
-function begin(models) {
-  clearAnswers();
-  [strings, chosen] = [null, -1];
-  answers = models.map((model, number) => new Answer(title(model), number ? () => {} : (piece) => choose(piece)));
-  byId("answers").append(...answers.map((answer) => answer.element));
-  show("answered", true);
-  show("attended", false);
-  byId("send").disabled = true;
-  byId("stop").disabled = false;
+/** Writes the answers to requests, one for each, into a turn. */
+async function writing(turn, requests) {
+  lookAway();
+  offer();
+  turn.element.scrollIntoView({ block: "nearest" });
+  const shared = { temperature: chat.temperature, stream_options: { include_usage: true }, return_progress: true };
+  await Promise.all(requests.map(([path, body], number) => (
+    receive(turn, turn.answers[number], path, { ...body, ...shared, return_selections: !number })
+  )));
 }
 
-function title(model) {
-  return model === served.name ? served.policy : `${model.split("@").pop()}, to compare`;
-}
-
-async function readPrompt(prompt) {
-  const response = await post("/tokenize", { ...prompt, return_token_strs: true }, stopping.signal);
-  strings = (await response.json()).token_strs;
-}
-
-async function receive(answer, path, body) {
-  let reason = "stopped";
-  let usage = null;
+async function receive(turn, into, path, body) {
+  let [end, reason, usage, due, kept] = ["stopped", "stopped", null, 0, 0];
+  const first = into === turn.answers[0];
+  into.begin();
   try {
     for await (const chunk of stream(path, body, stopping.signal)) {
       usage = chunk.usage ?? usage;
-      for (const { delta, text, selections, finish_reason: end } of chunk.choices) {
-        answer.add(text ?? `${delta.reasoning_content ?? ""}${delta.content ?? ""}`, selections);
-        if (end) reason = end === "length" ? `cut off after ${MOST_TOKENS} tokens` : "";
+      if (chunk.prompt_progress) {
+        into.progress(chunk.prompt_progress);
+        continue;
       }
-      if (performance.now() > drawn + REDRAW) draw();
-      if (answers.length === 2) markDivergence(answers, false);
+      for (const { delta, text, selections, finish_reason: how } of chunk.choices) {
+        into.add(text ?? delta.content ?? "", delta?.reasoning_content ?? "", selections);
+        if (how) [end, reason] = how === "length" ? ["length", `cut off after ${tokens(body.max_tokens)}`] : ["", ""];
+      }
+      const now = performance.now();
+      if (now > due) {
+        into.render();
+        turn.compare();
+        if (first) follow(into);
+        due = performance.now() + Math.max(REDRAW, REST * (performance.now() - now));
+      }
+      if (now > kept + KEEP) {
+        kept = now;
+        save();
+      }
     }
   } catch (error) {
-    if (!isStop(error)) reason = error instanceof Gone ? "broken off" : "refused";
+    if (!isStop(error)) [end, reason] = error instanceof Gone ? ["broken", "broken off"] : ["broken", "refused"];
     throw error;
   } finally {
-    answer.end(reason, usage);
+    into.finish(end, reason, usage);
+    turn.compare();
+    if (first) follow(into);
   }
-}
-
-/** What the answer so far attended to, or one piece of it. */
-function draw() {
-  drawn = performance.now();
-  const [answer] = answers;
-  const tokens = chosen < 0 ? answer.selections : answer.pieces[chosen].selections;
-  const sum = summed(tokens);
-  if (!sum || !strings) return;
-  show("attended", true);
-  if (reader.strings !== strings) {
-    reader.strings = strings;
-    reader.load(strings, sum.cell);
-  }
-  const weighted = sum.groups.some(({ shares }) => shares.size);
-  show("selected", weighted);
-  show("listed", weighted);
-  byId("token").max = answer.pieces.length;
-  byId("attended-note").textContent = note(sum, weighted);
-  if (!weighted) return;
-  reader.shade(sum);
-  strip.set(sum);
-}
-
-function note(sum, weighted) {
-  const [[, sink], [tail, end]] = sum.exact;
-  if (!weighted) {
-    return `Everything: all ${sum.length} tokens, which are too few to tell apart. The first and the newest always get `
-      + "much attention, and are not shown.";
-  }
-  const selected = sum.everything
-    ? `Everything: under ${served.policy}, at this length, each token of the answer attended to the whole prompt. `
-      + "What is marked got most of that. "
-    : "";
-  const grey = sum.everything ? "always get much of it and are left out" : "are always attended to";
-  return `${selected}A row is a group of layers: the stronger a colour, the more of its attention went there. The first `
-    + `${sink} tokens and the newest ${end - tail}, in grey, ${grey}. Click a place to read it, or a `
-    + "word of the answer to see what that word attended to.";
-}
-
-function choose(piece) {
-  const [answer] = answers;
-  chosen = piece >= 0 && answer.pieces[piece]?.selections.length ? piece : -1;
-  answer.choose(chosen);
-  byId("token").value = piece + 1;
-  const text = answer.pieces[piece]?.text.trim();
-  byId("token-text").textContent = piece < 0 ? "all of them" : `“${text}”${chosen < 0 ? ", chosen by prefill" : ""}`;
-  draw();
-}
-
-function go(place) {
-  strip.go(place);
-  reader.go(place);
 }

@@ -7,6 +7,28 @@ const numbers = new Intl.NumberFormat("en");
 /** A number formatted for reading. */
 export const count = (number) => numbers.format(Math.round(number));
 
+/** "1 token", "1,200 tokens". */
+export const tokens = (number) => `${count(number)} ${number === 1 ? "token" : "tokens"}`;
+
+/** A time to wait, in words. */
+export function duration(seconds) {
+  if (seconds < 90) return `${Math.max(1, Math.round(seconds))} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+const WORDS = {
+  turbo: "compressed cache",
+  "turbo-host": "compressed cache, its values in host memory",
+  full: "nothing compressed",
+  fp8: "cache in 8 bits",
+  "turboquant-4": "cache in 4 bits",
+  "turboquant-3": "cache in 3 bits",
+};
+
+/** A cache policy's name, with what it means where that is known. */
+export const policyInWords = (name) => (name in WORDS ? `${name} (${WORDS[name]})` : name);
+
 export function show(id, visible) {
   byId(id).hidden = !visible;
 }
@@ -14,7 +36,7 @@ export function show(id, visible) {
 /** Shows a message in a line that is visible only while it has one. */
 export function tell(id, text) {
   const line = byId(id);
-  line.textContent = text;
+  if (line.textContent !== text) line.textContent = text;
   line.hidden = !text;
 }
 
@@ -24,4 +46,35 @@ export function make(tag, classes, text = "") {
   if (classes) element.className = classes;
   element.textContent = text;
   return element;
+}
+
+/** A button that calls `pressed`. */
+export function button(text, pressed, classes = "") {
+  const element = make("button", classes, text);
+  element.type = "button";
+  element.addEventListener("click", pressed);
+  return element;
+}
+
+/** Puts a text on the clipboard; the second way is for pages that are neither local nor encrypted. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return;
+  } catch { /* it is not there, or not allowed */ }
+  const area = make("textarea", "away");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+/** Has the browser save a text as a file. */
+export function download(name, text) {
+  const link = make("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

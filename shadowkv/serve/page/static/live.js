@@ -6,6 +6,14 @@ import { byId, count, make, tell } from "./elements.js";
 const SECOND = 1000;
 const GIB = 2 ** 30;
 const KEPT = 60; // seconds shown in the line of speeds
+const PATIENCE = 10 * SECOND; // for an answer, beyond which the server counts as gone
+
+const TIERS = {
+  device: ["Device", "where the model computes: a GPU's memory, or this computer's"],
+  host: ["Host memory", "of the computer that the device is in"],
+  states: ["Compression tables", "of each run of tokens, how its compressed form is read"],
+  disk: ["Disk", "files that outlive the server"],
+};
 
 let before = null;
 let firstTokenSeconds = null;
@@ -20,19 +28,27 @@ export function watchServer() {
 async function poll() {
   try {
     if (!document.hidden) {
-      present(await get("/page/stats"), performance.now());
+      present(await get("/page/stats", AbortSignal.timeout(PATIENCE)), performance.now());
+      tell("stale", "");
       if (gone) window.dispatchEvent(new Event("server-back"));
       gone = false;
     }
   } catch (error) {
+    if (before) stands();
     before = null;
-    if (error instanceof Gone && !gone) {
+    if ((error instanceof Gone || error.name === "TimeoutError") && !gone) {
       gone = true;
       window.dispatchEvent(new Event("server-gone"));
     }
     if (error.status === 401) return; // continues once there is a key
   }
   setTimeout(poll, SECOND);
+}
+
+/** What is shown here is no longer so. */
+function stands() {
+  byId("speed").textContent = "–";
+  tell("stale", `Everything here is as it was at ${new Date().toLocaleTimeString("en-GB")}: the server does not answer.`);
 }
 
 function present(stats, now) {
@@ -90,13 +106,14 @@ function memory(stats) {
 function newTier(name) {
   const tier = make("div", "tier");
   tier.dataset.tier = name;
-  const title = make("p", "", name[0].toUpperCase() + name.slice(1));
+  const [called, meaning] = TIERS[name] ?? [name, ""];
+  const title = make("p", "", called);
   title.append(make("span"));
   const bar = make("div", "bar");
   bar.append(make("i"));
   const list = make("ul", "blocks");
-  list.setAttribute("aria-label", `Segments, ${name}`);
-  tier.append(title, bar, list);
+  list.setAttribute("aria-label", `Runs of tokens, ${called}`);
+  tier.append(title, bar, ...(meaning ? [make("p", "hint", meaning)] : []), list);
   return tier;
 }
 
@@ -112,7 +129,7 @@ function blocks(list, segments) {
     item.className = `${sealed ? "sealed" : ""} ${running ? "running" : ""}`.trim();
     item.style.flexGrow = Math.sqrt(tokens);
     item.style.flexBasis = `${Math.min(100, Math.sqrt(tokens))}px`;
-    item.title = `Segment ${numbers.get(uid)}: tokens ${count(first)} to ${count(first + tokens - 1)} of a prompt, `
+    item.title = `Run ${numbers.get(uid)}: tokens ${count(first)} to ${count(first + tokens - 1)} of a prompt, `
       + `${sealed ? "compressed" : "exact"}${running ? ", in use" : ""}`;
     return item;
   });

@@ -1,20 +1,20 @@
 // Assembles the page: what is served, the key, the theme, and a line for connection errors.
 
 import { get, useKey } from "./api.js";
-import { setUpQuestions, useServer } from "./ask.js";
-import { setLimit, setUpDocument } from "./document.js";
-import { byId, count, tell } from "./elements.js";
+import { setUpQuestions, showChat, useServer } from "./ask.js";
+import { setUpChats } from "./chats.js";
+import { byId, count, policyInWords, tell } from "./elements.js";
 import { watchServer } from "./live.js";
 
 const [SECOND, NOTICE] = [1000, 8000]; // milliseconds
 
 async function meet() {
-  const [models, stats, tokenizer] = await Promise.all(["/v1/models", "/page/stats", "/tokenizer_info"].map(get));
+  const [models, stats, tokenizer] = await Promise.all(["/v1/models", "/page/stats", "/tokenizer_info"].map((path) => get(path)));
   const [model] = models.data;
   const { policy, compared } = stats;
-  byId("model").textContent = `${model.id} · ${policy} · ${count(model.max_model_len)} tokens`;
-  setLimit(model.max_model_len);
-  useServer({ name: model.id, policy, compared, chats: "chat_template" in tokenizer });
+  const limit = model.max_model_len;
+  byId("model").textContent = `${model.id} · ${policyInWords(policy)} · reads up to ${count(limit)} tokens`;
+  useServer({ name: model.id, policy, compared, limit, chats: "chat_template" in tokenizer });
 }
 
 /** Shows a message for a while. */
@@ -66,11 +66,13 @@ function setUpConnection() {
     await meet();
     notice("The server is back.");
   });
-  if (history.state?.answering) {
-    history.replaceState(null, "");
-    notice("The page was loaded anew in the middle of an answer, which was stopped. Take the document and ask again: "
-      + "what the server has computed of it is found again.");
-  }
+}
+
+/** The chat that is opened, and whether its answer was broken off by a reload of the page. */
+function setUpChat() {
+  setUpChats(() => {
+    if (showChat()) notice("The page was loaded anew in the middle of an answer, which was stopped; Continue goes on with it.");
+  });
 }
 
 async function start() {
@@ -89,6 +91,6 @@ async function start() {
 setUpTheme();
 setUpKey();
 setUpConnection();
-setUpDocument();
 setUpQuestions();
+setUpChat();
 start();

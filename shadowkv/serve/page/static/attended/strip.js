@@ -1,6 +1,6 @@
 // The strip over the prompt: a row for each group of layers, stronger in colour where it attended more.
 
-import { byId, count } from "./elements.js";
+import { byId, count } from "../elements.js";
 
 const GAP = 3;
 const [LABEL, NARROW_LABEL] = [88, 46];
@@ -23,7 +23,7 @@ export class Strip {
     this.sum = sum;
     this.cells = Math.ceil(sum.length / sum.cell);
     this.place = Math.min(this.place, this.cells - 1);
-    byId("length").textContent = `${count(sum.length)} tokens`;
+    byId("length-read").textContent = `${count(sum.length)} tokens`;
     this.draw();
     this.describe();
   }
@@ -92,11 +92,11 @@ export class Strip {
     const tall = (height - GAP * (rows + 1)) / rows;
     const wide = (width - this.left) / this.cells;
     const x = (cell) => this.left + cell * wide;
-    sum.groups.forEach(({ layers: [first, end], shares }, row) => {
+    sum.groups.forEach(({ shares }, row) => {
       const y = GAP + row * (tall + GAP);
       context.fillStyle = soft;
-      const name = end - first === 1 ? `${first + 1}` : `${first + 1}–${end}`;
-      context.fillText(this.left === LABEL ? `layers ${name}` : name, 6, y + tall / 2);
+      const name = rows === 1 ? "all" : row === 0 ? "first" : row === rows - 1 ? "last" : "middle";
+      context.fillText(this.left === LABEL ? `${name} layers` : name, 6, y + tall / 2);
       for (const [from, to] of sum.exact) {
         context.fillStyle = edge;
         context.fillRect(x(from / sum.cell), y, Math.max(1, ((to - from) / sum.cell) * wide), tall);

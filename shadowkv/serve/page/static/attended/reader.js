@@ -1,6 +1,6 @@
 // The prompt's text in places of a few tokens, and the list of those that were attended to most.
 
-import { byId, count, make } from "./elements.js";
+import { byId, count, make } from "../elements.js";
 import { overLayers, strongest } from "./selections.js";
 
 const PLACES = 8;

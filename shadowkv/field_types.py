@@ -1,0 +1,54 @@
+"""Whether a dataclass's values are of the types that its fields are annotated with: Python itself does not look."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_NUMBERS: dict[type, type] = {int: Integral, float: Real}
+"""What stands for a number, NumPy's included."""
+
+_SHOWN = {types.NoneType: "None", Mapping: "dict"}
+"""Types that messages call otherwise."""
+
+
+def wrong_types(values: DataclassInstance) -> list[str]:
+    """A reason for each field whose value is of another type: ``max_model_len='8k' must be int or None, and is str``.
+
+    Of containers only the kind is looked at. A bool is no number.
+    """
+    reasons = []
+    for name, expected in _expected(type(values)).items():
+        value = getattr(values, name)
+        if type(value) not in expected and not any(_is(value, kind) for kind in expected):
+            names = " or ".join(_SHOWN.get(kind, kind.__name__) for kind in expected)
+            reasons.append(f"{name}={value!r:.100} must be {names}, and is {type(value).__name__}")
+    return reasons
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, _NUMBERS.get(kind, kind))
+
+
+@cache
+def _expected(kind: type[DataclassInstance]) -> dict[str, tuple[type, ...]]:
+    hints = get_type_hints(kind)
+    return {field.name: tuple(_alternatives(hints[field.name])) for field in fields(kind)}
+
+
+def _alternatives(hint: Any) -> Iterator[type]:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        for alternative in get_args(hint):
+            yield from _alternatives(alternative)
+    else:
+        yield origin or hint

@@ -1,0 +1,56 @@
+"""GPUs by name: memory, and how fast it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HOST_BANDWIDTH
+
+SHEET_OF_H200 = 4.8
+"""TB/s of memory by an H200's data sheet, of which ``DEVICE_BANDWIDTH`` was measured."""
+
+HOST_GENERATION = 5
+"""PCIe generation of the bus that ``HOST_BANDWIDTH`` was measured on; each doubles the one before."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        memory_gib: what drivers report, rounded down.
+        sheet_tbs: TB/s (1e12) of device memory by its data sheet.
+        pcie: generation of its bus, of 16 lanes.
+    """
+
+    memory_gib: float
+    sheet_tbs: float
+    pcie: int
+
+    @property
+    def device_bandwidth_tbs(self) -> float:
+        """TB/s that kernels read, if they reach as much of the data sheet's figure as was measured on an H200."""
+        return round(self.sheet_tbs * DEVICE_BANDWIDTH / 1e12 / SHEET_OF_H200, 3)
+
+    @property
+    def host_bandwidth_gbs(self) -> float:
+        """GB/s of the host's memory, likewise."""
+        return round(HOST_BANDWIDTH / 1e9 * 2.0 ** (self.pcie - HOST_GENERATION), 3)
+
+
+CARDS = {
+    "b200": Card(178, 8.0, 5),
+    "h200": Card(139, 4.8, 5),
+    "h100": Card(79, 3.35, 5),
+    "h20": Card(95, 4.0, 5),
+    "a100-80gb": Card(79, 2.039, 4),
+    "a100-40gb": Card(39, 1.555, 4),
+    "l40s": Card(44, 0.864, 4),
+    "l4": Card(21, 0.3, 4),
+    "a10g": Card(22, 0.6, 4),
+    "rtx-6000-ada": Card(47, 0.96, 4),
+    "rtx-5090": Card(31, 1.792, 5),
+    "rtx-4090": Card(23, 1.008, 4),
+    "rtx-3090": Card(23, 0.936, 4),
+}
+"""Those with several kinds of memory are the SXM ones."""

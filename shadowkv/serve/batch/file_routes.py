@@ -1,0 +1,151 @@
+"""``/v1/files``: what batches are read from and written to, and documents that messages name by id."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException
+
+from shadowkv.serve.batch.queries import listed, of_record
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
+from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.storage.store import Record, Store
+
+URL = "/v1/files"
+STATUSES = (400, 401, 404, 429, 500, 503)
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
+FIELDS = 16
+"""Most fields of an upload; those but two have no effect."""
+
+
+class StoredFile(Answer):
+    """A file that is kept."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(Answer):
+    """Files, newest first."""
+
+    object: Literal["list"]
+    data: list[StoredFile]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(Answer):
+    """Answer of ``DELETE``."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def file_routes(settings: ServerSettings, store: Store) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.post(URL, response_model=None, responses=responses(StoredFile, *STATUSES, 408, 413), openapi_extra=UPLOAD)
+    async def post_file(request: Request) -> dict[str, Any]:
+        _check_origin(request, settings)
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "multipart/form-data":
+            raise ApiError("a file comes as multipart/form-data, with the fields file and purpose")
+        try:
+            form = await request.form(max_files=1, max_fields=FIELDS)
+        except MultiPartException as error:
+            raise ApiError(f"the form cannot be read: {error.message}") from error
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile) or not isinstance(purpose, str) or not purpose:
+                raise ApiError("pass the fields file, with a file, and purpose", param="file")
+            name = (file.filename or "file")[:MAX_NAME_CHARS]
+            record = await asyncio.to_thread(_keep, store, owner_of(request), file, name, purpose[:MAX_NAME_CHARS])
+        finally:
+            await form.close()
+        return _shown(record)
+
+    @router.get(URL, response_model=None, responses=responses(FileList, *STATUSES))
+    async def get_files(request: Request) -> dict[str, Any]:
+        return await listed(request, store, "file", _shown)
+
+    @router.get(f"{URL}/{{id}}", response_model=None, responses=responses(StoredFile, *STATUSES))
+    async def get_file(id: str, request: Request) -> dict[str, Any]:
+        return _shown(await of_record(request, store, "file", id))
+
+    @router.get(f"{URL}/{{id}}/content", response_model=None, responses=responses(None, *STATUSES))
+    async def get_content(id: str, request: Request) -> Response:
+        record = await of_record(request, store, "file", id)
+        # Whatever it is, no browser is to show it as a page of this server.
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return FileResponse(
+            store.file(record.owner, id),
+            media_type="application/octet-stream",
+            filename=record.value["filename"],
+            headers=headers,
+        )
+
+    @router.delete(f"{URL}/{{id}}", response_model=None, responses=responses(DeletedFile, *STATUSES))
+    async def delete_file(id: str, request: Request) -> dict[str, Any]:
+        await asyncio.to_thread(store.remove, owner_of(request), "file", id)
+        return {"id": id, "object": "file", "deleted": True}
+
+    return router
+
+
+def _check_origin(request: Request, settings: ServerSettings) -> None:
+    """Refuses the form of another server's page: a browser sends one unasked, unlike JSON."""
+    origin = request.headers.get("origin")
+    own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if not own and not {*settings.allowed_origins} & {origin, "*"}:
+        raise ApiError(f"pages of {origin} may not send files here (--allowed-origins)", code="origin_not_allowed")
+
+
+def _keep(store: Store, owner: str, file: UploadFile, name: str, purpose: str) -> Record:
+    path = store.new_file()
+    try:
+        with path.open("wb") as target:
+            shutil.copyfileobj(file.file, target)
+        return store.add_file(owner, path, name, purpose)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _shown(record: Record) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.value["bytes"],
+        "created_at": int(record.created),
+        "filename": record.value["filename"],
+        "purpose": record.value["purpose"],
+        "status": "processed",
+    }

@@ -1,0 +1,36 @@
+"""What the routes of what is kept have in common: one record of the request's key, and pages of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.storage.store import Kind, Record, Store
+
+PAGE, MOST = 20, 100
+"""Records of a page that does not say how many, and at most."""
+
+
+async def of_record(request: Request, store: Store, kind: Kind, id: str) -> Record:
+    """The record of that id of the request's key; raises ApiError if there is none."""
+    return await asyncio.to_thread(store.get, owner_of(request), kind, id)
+
+
+async def listed(
+    request: Request, store: Store, kind: Kind, shown: Callable[[Record], dict[str, Any]], after: str = "after"
+) -> dict[str, Any]:
+    """A page of the records of the request's key, as the query asks for it: ``limit``, and what it goes on after."""
+    query = request.query_params
+    text = query.get("limit", str(PAGE))
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) >= 1):
+        raise ApiError(f"limit must be a number from 1 to {MOST}", param="limit")
+    limit, is_newest_first = min(int(text), MOST), query.get("order", "desc") != "asc"
+    records = await asyncio.to_thread(store.page, owner_of(request), kind, limit, query.get(after), is_newest_first)
+    data = [shown(record) for record in records[:limit]]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, **ends, "has_more": len(records) > limit}

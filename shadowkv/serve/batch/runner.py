@@ -1,0 +1,279 @@
+"""Answers the batches that clients have left with a server, beside its other requests: one batch of each API key at a
+time, with half of the engine's places.
+
+Batches and their answers so far are in the folder of what is kept. Where that outlives the server (--storage-dir), they
+go on with the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from shadowkv.serve.batch.answers import LineAnswers, answer_with
+from shadowkv.serve.batch.files import BatchFiles
+from shadowkv.serve.batch.run import BatchRun
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.owners import set_prompt_owner
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.storage.store import Record, Store
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.serve.http.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often batches are looked for, and whether one that is at work is to be cancelled."""
+
+BATCH_SECONDS = 24 * 3600
+"""How long a batch may take, as in both APIs: what has no answer then gets none."""
+
+LINE_BYTES = 2**22
+"""Longest line of a batch: while it is parsed, 0.1 s for this one, no token is sent to anyone."""
+
+MESSAGES_URL = "/v1/messages"
+
+REQUESTS, ANSWERS, RESULTS = "requests.jsonl", "answers.jsonl", "results.jsonl"
+"""Files of a batch's folder: the first and the last are of Anthropic's alone."""
+
+
+def new_batch(**fields: Any) -> dict[str, Any]:
+    """The value of a batch's record, of either API; times are in seconds since 1970."""
+    counts = {"total": 0, "completed": 0, "failed": 0, "canceled": 0, "expired": 0}
+    times = dict.fromkeys(("started_at", "finalizing_at", "cancelling_at", "ended_at"))
+    return {"status": "validating", "counts": counts, "error": None, "output": None, "errors": None, **times, **fields}
+
+
+class BatchRunner:
+    """What answers them, in one process of a server.
+
+    Args:
+        store: where they are.
+        engine, model, settings, metrics: as for ``LineAnswers``.
+    """
+
+    def __init__(
+        self, store: Store, engine: EngineClient, model: str, settings: ServerSettings, metrics: Metrics
+    ) -> None:
+        self._store, self._engine = store, engine
+        self._answers = LineAnswers(engine, model, settings, metrics)
+        self._keeps_keys_apart = settings.keeps_keys_apart
+        self._concurrency = max(1, engine.max_num_seqs // 2)
+        self._at_work: dict[str, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Within, batches are answered; those that are not done by then stay as they are."""
+        task = asyncio.create_task(self._run()) if self._store.is_on else None
+        try:
+            yield
+        finally:
+            for one in filter(None, (task, *self._at_work.values())):
+                one.cancel()
+            await asyncio.gather(*filter(None, (task, *self._at_work.values())), return_exceptions=True)
+
+    async def _run(self) -> None:
+        lock: FileLock | None = None
+        while True:
+            try:
+                records = await asyncio.to_thread(self._store.open_records)
+                if records and lock is None:
+                    lock = FileLock(self._store.lock)
+                    lock.acquire(timeout=0)
+                for record in records:
+                    if record.owner not in self._at_work and self._engine.is_alive:
+                        task = self._at_work[record.owner] = asyncio.create_task(self._answer(record))
+                        task.add_done_callback(partial(self._has_ended, record.owner))
+            except Timeout:
+                logger.error("another server answers the batches in the folder of --storage-dir; this one does not")
+                return
+            except ApiError:  # logged where it was raised
+                pass
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _has_ended(self, owner: str, task: asyncio.Task[None]) -> None:
+        self._at_work.pop(owner, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a batch failed", exc_info=error)
+
+    async def _answer(self, record: Record) -> None:
+        """Answers a batch, from where that was interrupted if it was; its record says how it has ended."""
+        if self._keeps_keys_apart:
+            set_prompt_owner(record.owner)
+        folder = self._store.work_folder(record.id)
+        try:
+            await self._answer_in(record, folder)
+        except ApiError as error:
+            if self._engine.is_alive:
+                await self._fail(record, error)
+        except (OSError, ValueError) as error:
+            logger.error("batch %s cannot be answered: %s", record.id, error)
+            await self._fail(record, ApiError("its files cannot be read or written", code="storage_failed"))
+
+    async def _answer_in(self, record: Record, folder: Path) -> None:
+        source = await asyncio.to_thread(self._source, record)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        output = folder / ANSWERS
+        files = BatchFiles(source, output, resume=output.exists() or BatchFiles(source, output).partial.exists())
+        urls = (record.value["endpoint"],)
+        run = await asyncio.to_thread(BatchRun, files, urls, LINE_BYTES, False)
+
+        def begin(value: dict[str, Any]) -> bool:
+            value["started_at"] = value["started_at"] or int(time.time())
+            if value["status"] == "validating":
+                value["status"] = "in_progress"
+            return True
+
+        await self._change(record, begin)
+        answering = asyncio.create_task(answer_with(self._answers, run, self._concurrency))
+        try:
+            ending = await self._watch(record, run, answering)
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+        answers = output if output.exists() else files.partial
+        await self._finish(record, source, answers, ending)
+        await asyncio.to_thread(self._tidy, record, folder)
+
+    def _source(self, record: Record) -> Path:
+        if record.kind == "message_batch":
+            return self._store.work_folder(record.id) / REQUESTS
+        self._store.get(record.owner, "file", record.value["input_file_id"])
+        path = self._store.file(record.owner, record.value["input_file_id"])
+        with path.open("rb") as file:
+            if not any(line.strip() for line in file):
+                raise ApiError("the input file has no requests", code="empty_file")
+        return path
+
+    async def _watch(self, record: Record, run: BatchRun, answering: asyncio.Task[None]) -> str:
+        """Waits for the answers, keeping count, until there are all, or no more are wanted; returns which of these."""
+        while not answering.done():
+            await asyncio.wait((answering,), timeout=POLL_SECONDS)
+            value = (await self._change(record, lambda value: _count(value, run))).value
+            if run.written > self._store.limit:
+                raise ApiError("the answers are more than is kept for an API key (--storage-mib)", code="storage_full")
+            if answering.done():
+                break
+            if value["status"] == "cancelling":
+                return "cancelled"
+            if time.time() > record.created + BATCH_SECONDS:
+                return "expired"
+        answering.result()
+        return "completed"
+
+    async def _finish(self, record: Record, source: Path, answers: Path, ending: str) -> None:
+        """Makes what clients are given of a batch's answers."""
+        if record.kind == "message_batch":
+            results = self._store.work_folder(record.id) / RESULTS
+            counts = await asyncio.to_thread(write_results, source, answers, results, ending)
+            made: dict[str, Any] = {}
+            content = results.stat().st_size
+        else:
+            output, errors, counts = await asyncio.to_thread(self._split, record, answers)
+            made, content = {"output": output, "errors": errors}, 0
+
+        def end(value: dict[str, Any]) -> bool:
+            now = int(time.time())
+            value.update(status=ending, ended_at=now, finalizing_at=now, **made)
+            value["counts"].update(counts)
+            return False
+
+        await asyncio.to_thread(self._store.change, record, end, content)
+
+    def _split(self, record: Record, answers: Path) -> tuple[str | None, str | None, dict[str, int]]:
+        """Files of the answers and of the rest, where there are any."""
+        ids: list[str | None] = []
+        counts = []
+        parts = (self._store.new_file(), self._store.new_file())
+        with parts[0].open("wb") as good, parts[1].open("wb") as bad:
+            for line in _lines(answers):
+                (good if _is_answer(json.loads(line)) else bad).write(line)
+        for part, kind in zip(parts, ("output", "error")):
+            counts.append(sum(1 for _ in _lines(part)))
+            if counts[-1]:
+                name = f"{record.id}_{kind}.jsonl"
+                ids.append(self._store.add_file(record.owner, part, name, "batch_output").id)
+            else:
+                ids.append(None)
+                part.unlink()
+        return ids[0], ids[1], {"completed": counts[0], "failed": counts[1]}
+
+    async def _fail(self, record: Record, error: ApiError) -> None:
+        def fail(value: dict[str, Any]) -> bool:
+            value.update(status="failed", ended_at=int(time.time()))
+            value["error"] = {"code": error.code or "failed", "message": error.message}
+            return False
+
+        with suppress(ApiError):  # it has been deleted
+            await self._change(record, fail)
+
+    async def _change(self, record: Record, change: Callable[[dict[str, Any]], bool]) -> Record:
+        return await asyncio.to_thread(self._store.change, record, change)
+
+    @staticmethod
+    def _tidy(record: Record, folder: Path) -> None:
+        if record.kind == "batch":
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            for path in folder.iterdir():
+                if path.name != RESULTS:
+                    path.unlink(missing_ok=True)
+
+
+def _count(value: dict[str, Any], run: BatchRun) -> bool:
+    answered = len(run.lines.answered)
+    value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
+    return True
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file; none where there is none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _is_answer(record: dict[str, Any]) -> bool:
+    return record["response"] is not None and record["response"]["status_code"] == 200
+
+
+def write_results(source: Path, answers: Path, results: Path, ending: str) -> dict[str, int]:
+    """The results of a batch of messages from its requests and their records; returns how many there are of each."""
+    missing = "expired" if ending == "expired" else "canceled"
+    counts = {"completed": 0, "failed": 0, "canceled": 0, "expired": 0}
+    left = dict.fromkeys(json.loads(line)["custom_id"] for line in _lines(source))
+    with results.open("wb") as file:
+
+        def write(name: str, result: dict[str, Any]) -> None:
+            file.write(json.dumps({"custom_id": name, "result": result}, ensure_ascii=False).encode() + b"\n")
+
+        for line in _lines(answers):
+            record = json.loads(line)
+            left.pop(record["custom_id"], None)
+            if _is_answer(record):
+                counts["completed"] += 1
+                write(record["custom_id"], {"type": "succeeded", "message": record["response"]["body"]})
+            else:
+                counts["failed"] += 1
+                body = record["response"]["body"] if record["response"] else ApiError(record["error"]["message"])
+                error = body.body(MESSAGES_URL) if isinstance(body, ApiError) else body
+                write(record["custom_id"], {"type": "errored", "error": error})
+        for name in left:
+            counts[missing] += 1
+            write(name, {"type": missing})
+    return counts

@@ -1,0 +1,31 @@
+"""Unions of bodies that are discriminated by ``type``, with errors from the matching one alone."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+
+from shadowkv.serve.bodies.api_error import TAG
+from shadowkv.serve.bodies.body import Body
+
+
+def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None = None) -> Any:
+    """The union, as a type.
+
+    Args:
+        kinds: bodies by their ``type``.
+        what: the others in words, for the refusal that says they are not supported.
+        default: type of a body that has none.
+    """
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return f"{TAG}{kind}" if isinstance(kind, str) and kind in kinds else None
+
+    members = [Annotated[body, Tag(f"{TAG}{kind}")] for kind, body in kinds.items()]
+    message = f"type must be {' or '.join(map(repr, kinds))}; {what} are not supported"
+    discriminator = Discriminator(tag, custom_error_type="type", custom_error_message=message)
+    return Annotated[reduce(or_, members), discriminator]

@@ -1,0 +1,124 @@
+// The chats: what was asked and answered, kept over a reload; and the bar that chooses among them.
+
+import { byId, download, make, tell } from "./elements.js";
+import { all, one, openStore, put, remove } from "./store.js";
+
+const TITLE = 60; // characters
+
+/**
+ * The one that is open: { id, changed, title, system, length, temperature, turns }, where a turn has its `question`, its
+ * `documents` ({ id, name, pages, tokens }) and its `answers` ({ title, text, thought, meta, end, used }).
+ */
+export let chat = empty();
+
+const texts = new Map(); // of documents, by their ids
+let listed = []; // all that are kept, the newest first
+let opened = () => {};
+let held = false;
+
+function empty() {
+  const id = `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+  return { id, changed: Date.now(), title: "", system: "", length: 512, temperature: 0, turns: [] };
+}
+
+/** Text of a document of the open chat. */
+export const textOf = (document) => texts.get(document.id) ?? "";
+
+/** Adds a turn, with documents that have a `text`. */
+export async function addTurn(question, documents) {
+  for (const { id, text } of documents) texts.set(id, text);
+  chat.title ||= question.replaceAll(/\s+/g, " ").slice(0, TITLE);
+  const turn = { question, documents: documents.map(({ id, name, pages, tokens }) => ({ id, name, pages, tokens })) };
+  chat.turns.push({ ...turn, answers: [] });
+  await tried(async () => {
+    for (const { id, text } of documents) await put("documents", { id, text });
+  });
+  await save();
+}
+
+/** Keeps the open chat as it is now. */
+export async function save() {
+  chat.changed = Date.now();
+  if (!listed.includes(chat)) listed.unshift(chat);
+  await tried(() => put("chats", chat));
+  list();
+}
+
+async function tried(keeping) {
+  try {
+    await keeping();
+  } catch (error) {
+    tell("kept-note", `This browser could not keep the chat (${error.name}): a reload loses it.`);
+  }
+}
+
+/** `whenOpened` is called whenever another chat is open; opens the newest one. */
+export async function setUpChats(whenOpened) {
+  opened = whenOpened;
+  byId("new").addEventListener("click", () => open(empty()));
+  byId("chats").addEventListener("change", (event) => open(listed.find(({ id }) => id === event.target.value)));
+  byId("delete").addEventListener("click", forget);
+  byId("export").addEventListener("click", () => download(`${fileName(chat.title)}.md`, asMarkdown()));
+  window.addEventListener("pagehide", () => { if (chat.turns.length) save(); });
+  if (!(await openStore())) {
+    tell("kept-note", "This browser keeps nothing for this page: its chats are gone when it is closed.");
+  }
+  listed = (await all("chats").catch(() => [])).sort((first, second) => second.changed - first.changed);
+  await open(listed[0] ?? chat);
+}
+
+async function open(another) {
+  chat = another;
+  texts.clear();
+  for (const { documents } of chat.turns) {
+    for (const { id } of documents) texts.set(id, (await one("documents", id).catch(() => undefined))?.text ?? "");
+  }
+  list();
+  opened();
+}
+
+async function forget() {
+  if (!window.confirm(`Delete “${chat.title}” and its documents from this browser?`)) return;
+  const gone = chat;
+  listed = listed.filter((other) => other !== gone);
+  await tried(async () => {
+    await remove("chats", gone.id);
+    for (const { documents } of gone.turns) for (const { id } of documents) await remove("documents", id);
+  });
+  await open(listed[0] ?? empty());
+}
+
+function list() {
+  const shown = listed.includes(chat) ? listed : [chat, ...listed];
+  const options = shown.map(({ id, title }) => {
+    const option = make("option", "", title || "New chat");
+    option.value = id;
+    return option;
+  });
+  byId("chats").replaceChildren(...options);
+  byId("chats").value = chat.id;
+  const isEmpty = !chat.turns.length;
+  byId("chats").disabled = held;
+  byId("export").disabled = isEmpty;
+  for (const id of ["new", "delete"]) byId(id).disabled = held || isEmpty;
+}
+
+/** While an answer is being written the chat stays open. */
+export function holdChats(hold) {
+  held = hold;
+  list();
+}
+
+const fileName = (title) => title.replaceAll(/[^\p{L}\p{N} -]/gu, "").trim() || "chat";
+
+/** The chat as Markdown; of documents the names. */
+function asMarkdown() {
+  const parts = [`# ${chat.title}`];
+  if (chat.system) parts.push(`System prompt:\n\n> ${chat.system.replaceAll("\n", "\n> ")}`);
+  for (const { question, documents, answers } of chat.turns) {
+    parts.push(`## ${question.replaceAll("\n", " ")}`);
+    if (documents.length) parts.push(documents.map(({ name }) => `- ${name}`).join("\n"));
+    for (const { title, text, meta } of answers) parts.push(`### ${title}`, text.trim(), `_${meta}_`);
+  }
+  return `${parts.filter(Boolean).join("\n\n")}\n`;
+}

@@ -1,0 +1,145 @@
+// Documents for the next question: files that the server reads, or text that was pasted. Once sent, they stay in the
+// chat where they are: what the model has read of it is not read anew.
+
+import { isStop, post, readDocument } from "./api.js";
+import { button, byId, make, show, tell, tokens } from "./elements.js";
+
+const MOST_BYTES = 20 * 2 ** 20;
+
+let waiting = []; // { id, name, pages, text, tokens }; without tokens it is being read or counted
+let changed = () => {};
+let room = () => Infinity;
+
+/** Those for the next question. */
+export const waitingDocuments = () => waiting;
+
+/** Whether one is not read yet. */
+export const isReading = () => waiting.some((one) => one.tokens === undefined);
+
+/** Takes them all, as they are sent. */
+export function takeDocuments() {
+  const taken = waiting;
+  waiting = [];
+  present();
+  return taken;
+}
+
+/** Puts some back, which were not sent after all. */
+export function putBack(documents) {
+  waiting = [...documents, ...waiting];
+  present();
+}
+
+/** `whenChanged` is called after every change; `roomLeft` gives the tokens that there are for all of them. */
+export function setUpDocuments(whenChanged, roomLeft) {
+  [changed, room] = [whenChanged, roomLeft];
+  const drop = byId("drop");
+  byId("file").addEventListener("change", (event) => {
+    for (const file of event.target.files) open(file);
+    event.target.value = "";
+  });
+  for (const name of ["dragover", "dragleave", "drop"]) {
+    document.addEventListener(name, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", name === "dragover");
+      if (name === "drop") for (const file of event.dataTransfer.files) open(file);
+    });
+  }
+  byId("take").addEventListener("click", () => {
+    const text = byId("pasted").value;
+    if (!text.trim()) {
+      tell("document-error", "There is no text to use yet.");
+      return;
+    }
+    byId("pasted").value = "";
+    byId("paste").open = false;
+    const one = begin("Pasted text");
+    finish(one, text, 0);
+  });
+}
+
+async function open(file) {
+  tell("document-error", "");
+  if (file.size > MOST_BYTES) {
+    const size = (file.size / 2 ** 20).toFixed(0);
+    tell("document-error", `${file.name} has ${size} MB; documents of up to 20 MB can be read.`);
+    return;
+  }
+  const one = begin(file.name);
+  try {
+    const { text, pages } = await readDocument(file, one.reading.signal);
+    await finish(one, text, pages);
+  } catch (error) {
+    failed(one, error);
+  }
+}
+
+function begin(name) {
+  const one = { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, name, reading: new AbortController() };
+  waiting = [...waiting, one];
+  present();
+  return one;
+}
+
+async function finish(one, text, pages) {
+  tell("document-error", "");
+  try {
+    const body = { prompt: text, add_special_tokens: false };
+    const counted = await (await post("/tokenize", body, one.reading.signal)).json();
+    Object.assign(one, { text, pages, tokens: counted.count });
+    present();
+    byId("question").focus();
+  } catch (error) {
+    failed(one, error);
+  }
+}
+
+function failed(one, error) {
+  if (isStop(error)) return;
+  remove(one);
+  tell("document-error", `${one.name}: ${error.message}`);
+}
+
+/** As much of the beginning as fits, cut by its tokens, which the server returns as text. */
+async function cut(one) {
+  const others = waiting.reduce((sum, other) => (other === one ? sum : sum + (other.tokens ?? 0)), 0);
+  const body = { prompt: one.text, add_special_tokens: false, return_token_strs: true };
+  try {
+    const { token_strs: strings } = await (await post("/tokenize", body, one.reading.signal)).json();
+    const text = strings.slice(0, Math.max(0, room() - others)).join("");
+    one.name += " (the beginning)";
+    await finish(one, text, 0);
+  } catch (error) {
+    failed(one, error);
+  }
+}
+
+function remove(one) {
+  one.reading.abort();
+  waiting = waiting.filter((other) => other !== one);
+  tell("document-error", "");
+  present();
+}
+
+function present() {
+  const sum = waiting.reduce((all, { tokens: length }) => all + (length ?? 0), 0);
+  byId("documents").replaceChildren(...waiting.map((one) => entry(one, sum > room())));
+  show("documents", waiting.length > 0);
+  changed();
+}
+
+function entry(one, tooLong) {
+  const item = make("li");
+  const taken = button("Remove", () => remove(one), "quiet");
+  taken.setAttribute("aria-label", `Remove ${one.name}`);
+  item.append(make("strong", "", one.name), make("span", "hint", sizeInWords(one)));
+  if (tooLong && one.tokens !== undefined) item.append(button("Keep the beginning", () => cut(one), "cut"));
+  item.append(taken);
+  return item;
+}
+
+/** "3 pages, 1,200 tokens". */
+export function sizeInWords({ pages, tokens: length }) {
+  if (length === undefined) return "is being read …";
+  return `${pages ? `${pages} ${pages === 1 ? "page" : "pages"}, ` : ""}${tokens(length)}`;
+}

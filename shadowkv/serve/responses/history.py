@@ -1,0 +1,83 @@
+"""Responses that are kept: each with its own input, and the id of the one that it continues."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.limits import MAX_MESSAGES
+from shadowkv.serve.storage.store import Store
+
+decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""A body's fields, each as its JSON: what it says is for ``read_body`` to check."""
+
+
+class History:
+    """The kept responses of one owner.
+
+    Args:
+        limit: bytes of the longest body: a conversation is one.
+    """
+
+    def __init__(self, store: Store, owner: str, limit: int) -> None:
+        self._store, self._owner, self._limit = store, owner, limit
+
+    def continued(self, raw: bytes, previous: str) -> bytes:
+        """A body whose ``input`` has before it all that was said up to the response ``previous``; raises ApiError."""
+        turns, id = [_items(decode_body(_plain(raw))["input"])], previous
+        size = len(raw)
+        while id is not None:
+            if len(turns) > MAX_MESSAGES:
+                raise _too_long(f"it has more than {MAX_MESSAGES} turns")
+            record = self._get(id)
+            value = record["input"] + record["response"]["output"]
+            turns.append(msgspec.json.encode(value)[1:-1])
+            size += len(turns[-1])
+            if size > self._limit:
+                raise _too_long(f"it has more than the {self._limit} bytes of the longest body")
+            id = record["response"]["previous_response_id"]
+        whole = {**decode_body(_plain(raw)), "input": msgspec.Raw(b"[" + b",".join(filter(None, turns[::-1])) + b"]")}
+        return msgspec.json.encode(whole)
+
+    def _get(self, id: str) -> dict[str, Any]:
+        try:
+            value: dict[str, Any] = self._store.get(self._owner, "response", id).value
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            text = f"there is no response {id[:80]!r} of this API key: send the whole conversation as input"
+            raise ApiError(
+                text, status=404, param="previous_response_id", code="previous_response_not_found"
+            ) from error
+        return value
+
+    async def add(self, raw: bytes, answer: dict[str, Any]) -> None:
+        """Keeps an answer, and the input of its body; where there is no room, the answer says that it is not kept."""
+        try:
+            await asyncio.to_thread(self._add, raw, answer)
+        except ApiError:
+            answer["store"] = False
+
+    def _add(self, raw: bytes, answer: dict[str, Any]) -> None:
+        items = msgspec.json.decode(b"[" + _items(decode_body(_plain(raw))["input"]) + b"]")
+        self._store.put(self._owner, "response", answer["id"], {"input": items, "response": answer})
+
+
+def _plain(raw: bytes) -> bytes:
+    return bytes(raw).removeprefix(b"\xef\xbb\xbf")
+
+
+def _items(given: msgspec.Raw) -> bytes:
+    """The items of ``input``, as the inside of a JSON list."""
+    text = bytes(given).strip()
+    if text.startswith(b"["):
+        return text[1:-1].strip()
+    return b'{"type":"message","role":"user","content":' + text + b"}"
+
+
+def _too_long(why: str) -> ApiError:
+    text = f"the conversation of previous_response_id is too long: {why}"
+    return ApiError(text, param="previous_response_id", code="context_length_exceeded")

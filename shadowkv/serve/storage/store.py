@@ -1,0 +1,292 @@
+"""What is kept for clients, in a folder that all processes for HTTP share: an SQLite database, and files beside it.
+
+Everything belongs to an owner, which is an API key, and counts towards that owner's limit. Responses, which a client
+has kept without asking, make room for what comes later; files and batches are removed by their owner alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shadowkv.serve.bodies.api_error import ApiError
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["file", "response", "batch", "message_batch"]
+
+MIN_BYTES = 4096
+"""What a record counts at least: one without content takes room, too."""
+
+BUSY_SECONDS = 30.0
+"""How long a process may wait for another one's transaction; each takes milliseconds."""
+
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS records (owner TEXT, kind TEXT, id TEXT, created REAL, used REAL, bytes INTEGER, "
+    "open INTEGER, value BLOB, PRIMARY KEY (owner, kind, id))",
+    "CREATE INDEX IF NOT EXISTS by_age ON records (owner, kind, created, id)",
+    "CREATE INDEX IF NOT EXISTS by_use ON records (owner, kind, used, bytes)",
+    "CREATE INDEX IF NOT EXISTS by_state ON records (open, created)",
+)
+
+
+OF_KEY = "FROM records WHERE owner = ? AND kind = ? AND id = ?"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept under an id: ``value`` is JSON; ``created`` is in seconds since 1970."""
+
+    owner: str
+    kind: Kind
+    id: str
+    created: float
+    value: Any
+
+
+class Store:
+    """The records of all owners.
+
+    Args:
+        folder: where they are; None is a folder of this process's own, which goes with it.
+        limit: bytes of each owner; 0 keeps nothing.
+
+    Raises ApiError where a folder that is given cannot be used.
+    """
+
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        self.limit, self._folder, self._first = limit, folder, threading.Lock()
+        self._remove: Callable[[], object] = lambda: None
+        if folder is not None and limit:
+            self._make(folder)
+
+    def close(self) -> None:
+        """Removes the folder, if it is this process's own."""
+        self._remove()
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _failed(error) from error
+        with self._transaction(folder) as database:
+            for statement in TABLES:
+                database.execute(statement)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self.limit)
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the server that answers the batches kept here."""
+        return self._root / "lock"
+
+    @property
+    def _root(self) -> Path:
+        if not self.limit:
+            raise ApiError("this server keeps nothing (--storage-mib 0)", code="not_kept")
+        with self._first:
+            if self._folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="shadowkv-kept-"))
+                self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self._make(folder)
+                self._folder = folder
+        return self._folder
+
+    def file(self, owner: str, id: str) -> Path:
+        """Where the content of a file is."""
+        return content_path(self._root, owner, id)
+
+    def folder_of(self, owner: str) -> Path | None:
+        """The folder of an owner's files, for ``content_in``; None if nothing is kept."""
+        return self._root / "files" / _folder_name(owner) if self.is_on else None
+
+    @contextmanager
+    def _transaction(self, folder: Path | None = None) -> Iterator[sqlite3.Connection]:
+        """Raises ApiError where the disk does not do its part."""
+        root = folder or self._root
+        try:
+            database = sqlite3.connect(root / "records.sqlite", timeout=BUSY_SECONDS, isolation_level=None)
+            try:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute(
+                    "PRAGMA synchronous = NORMAL"
+                )  # a power cut may take the last ones, and spoils nothing
+                database.execute("BEGIN IMMEDIATE")
+                yield database
+                database.execute("COMMIT")
+            finally:
+                database.close()  # which rolls back what is not committed
+        except sqlite3.Error as error:
+            raise _failed(error) from error
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def put(self, owner: str, kind: Kind, id: str, value: Any, content: int = 0, is_open: bool = False) -> Record:
+        """Keeps a record, instead of one of that id, and returns it.
+
+        Args:
+            value: written as JSON.
+            content: bytes of a file beside it.
+            is_open: whether it is work that is still to be done.
+
+        Raises ApiError where the owner's limit leaves no room.
+        """
+        raw, key = msgspec.json.encode(value), (owner, kind, id)
+        now, size = time.time(), max(MIN_BYTES, len(raw) + content)
+        with self._transaction() as database:
+            row = database.execute(f"SELECT created {OF_KEY}", key).fetchone()
+            database.execute(f"DELETE {OF_KEY}", key)
+            self._make_room(database, owner, size)
+            created = now if row is None else row[0]
+            row = (*key, created, now, size, int(is_open), raw)
+            database.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        return Record(owner, kind, id, created, value)
+
+    def change(self, record: Record, change: Callable[[Any], bool], content: int | None = None) -> Record:
+        """The record after ``change`` has been made to its value, by nobody else meanwhile; it returns whether it is
+        still to be worked at. ``content``, if given, is that of ``put``.
+
+        Raises ApiError if the record is gone, or the owner's limit leaves no room.
+        """
+        key = (record.owner, record.kind, record.id)
+        with self._transaction() as database:
+            row = database.execute(f"SELECT value, bytes {OF_KEY}", key).fetchone()
+            if row is None:
+                raise _not_found(record.kind, record.id)
+            value = msgspec.json.decode(row[0])
+            is_open = int(change(value))
+            raw, size = msgspec.json.encode(value), row[1]
+            if content is not None:
+                size = max(MIN_BYTES, len(raw) + content)
+                self._make_room(database, record.owner, size - row[1])
+            changed = (raw, is_open, size, *key)
+            database.execute(
+                "UPDATE records SET value = ?, open = ?, bytes = ? WHERE owner = ? AND kind = ? AND id = ?", changed
+            )
+        return replace(record, value=value)
+
+    def _make_room(self, database: sqlite3.Connection, owner: str, size: int) -> None:
+        (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
+        of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open ORDER BY used LIMIT 1"
+        while used + size > self.limit:
+            oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner,)).fetchone()
+            if oldest is None:
+                text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key"
+                raise ApiError(f"{text} (--storage-mib); delete files or batches", code="storage_full")
+            database.execute(f"DELETE {OF_KEY}", (owner, *oldest[:2]))
+            used -= oldest[2]
+
+    def get(self, owner: str, kind: Kind, id: str) -> Record:
+        """The record of that id; raises ApiError if the owner has none."""
+        key = (owner, kind, id)
+        with self._transaction() as database:
+            row = database.execute(f"SELECT created, value {OF_KEY}", key).fetchone()
+            if row is None:
+                raise _not_found(kind, id)
+            used = (time.time(), *key)
+            database.execute("UPDATE records SET used = ? WHERE owner = ? AND kind = ? AND id = ?", used)
+        return Record(owner, kind, id, row[0], msgspec.json.decode(row[1]))
+
+    def page(self, owner: str, kind: Kind, limit: int, after: str | None, newest_first: bool = True) -> list[Record]:
+        """Up to ``limit`` records and one more where there are more, beginning after that of an id."""
+        order = "DESC" if newest_first else "ASC"
+        values: list[Any] = [owner, kind]
+        where = "owner = ? AND kind = ?"
+        if after is not None:
+            values += [self.get(owner, kind, after).created, after]
+            where += f" AND (created, id) {'<' if newest_first else '>'} (?, ?)"
+        query = f"SELECT id, created, value FROM records WHERE {where} ORDER BY created {order}, id {order} LIMIT ?"
+        with self._transaction() as database:
+            rows = database.execute(query, (*values, limit + 1)).fetchall()
+        return [Record(owner, kind, id, created, msgspec.json.decode(value)) for id, created, value in rows]
+
+    def remove(self, owner: str, kind: Kind, id: str) -> None:
+        """Removes a record and what belongs to it; raises ApiError if the owner has none of that id."""
+        with self._transaction() as database:
+            if not database.execute(f"DELETE {OF_KEY}", (owner, kind, id)).rowcount:
+                raise _not_found(kind, id)
+        if kind == "file":
+            self.file(owner, id).unlink(missing_ok=True)
+        elif kind != "response":
+            shutil.rmtree(self.work_folder(id), ignore_errors=True)
+
+    def open_records(self) -> list[Record]:
+        """What is still to be worked at, of all owners, the first to come first."""
+        if self._folder is None:  # nobody has sent anything
+            return []
+        query = "SELECT owner, kind, id, created, value FROM records WHERE open = 1 ORDER BY created"
+        with self._transaction() as database:
+            rows = database.execute(query).fetchall()
+        decode = msgspec.json.decode
+        return [Record(owner, kind, id, created, decode(raw)) for owner, kind, id, created, raw in rows]
+
+    def work_folder(self, batch: str) -> Path:
+        """Where a batch is worked at, and what Anthropic's batches consist of."""
+        return self._root / "batches" / batch
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def new_file(self) -> Path:
+        """Where a file may be written that is then added."""
+        folder = self._root / "files"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / f"new-{secrets.token_hex(16)}"
+
+    def add_file(self, owner: str, source: Path, name: str, purpose: str) -> Record:
+        """Keeps a file, which is moved here; raises ApiError where the owner's limit leaves no room."""
+        id, size = f"file-{secrets.token_hex(16)}", source.stat().st_size
+        path = self.file(owner, id)
+        self.put(owner, "file", id, {"filename": name, "purpose": purpose, "bytes": size}, content=size)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.move(source, path)
+            os.chmod(path, 0o600)
+        except OSError as error:
+            self.remove(owner, "file", id)
+            raise _failed(error) from error
+        return self.get(owner, "file", id)
+
+
+def _not_found(kind: Kind, id: str) -> ApiError:
+    text = f"there is no {kind.replace('_', ' ')} {id[:80]!r} of this API key"
+    return ApiError(f"{text}; it may have been deleted, or made room for others", status=404, code=f"{kind}_not_found")
+
+
+def _failed(error: Exception) -> ApiError:
+    """What a client is told; the log has the rest, which may be a path."""
+    logger.error("what clients have this server keep cannot be read or written: %s", error)
+    return ApiError("what this server keeps cannot be read or written now", status=503, code="storage_failed")
+
+
+def content_path(folder: Path, owner: str, id: str) -> Path:
+    """Where the content of an owner's file is."""
+    return content_in(folder / "files" / _folder_name(owner), id)
+
+
+def content_in(folder: Path, id: str) -> Path:
+    """The same, in the folder of the owner's files; raises ApiError for what is no id of a file."""
+    if not re.fullmatch(r"file-[0-9a-f]{32}", id):
+        raise ApiError(f"{id[:80]!r} is no id of a file here", status=404, code="file_not_found")
+    return folder / id
+
+
+def _folder_name(owner: str) -> str:
+    return owner or "shared"

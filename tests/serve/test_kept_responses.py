@@ -1,0 +1,182 @@
+"""Responses that are kept: what ``previous_response_id`` continues, whose they are, and how many there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from fake_engine import REPLY, FakeEngine
+from replies import named_events
+from test_serve_errors import error_of
+
+from shadowkv.serve.app import build_app
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.storage.store import Store
+
+URL = "/v1/responses"
+
+
+def client_of(engine, **settings):
+    """Sends requests to one application, each with an API key or none."""
+    engine.max_model_len = 10_000
+    app = build_app(engine, "fake", ServerSettings(**settings))
+
+    def send(method, url, key=None, **options):
+        async def run():
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+                return await client.request(method, url, **options)
+
+        return asyncio.run(run())
+
+    send.app = app
+    return send
+
+
+@pytest.fixture
+def send(engine):
+    send = client_of(engine)
+    yield send
+    send.app.state.bodies.close()
+    send.app.state.store.close()
+
+
+def ask(send, text="Hi", key=None, **body):
+    return send("POST", URL, key, json={"input": text, "max_output_tokens": len(REPLY), **body})
+
+
+def test_a_conversation_goes_on(send, engine):
+    first = ask(send, "Rome?", instructions="Be brief.").json()
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "And Oslo?"}]}]
+    second = ask(send, items, previous_response_id=first["id"]).json()
+    assert second["previous_response_id"] == first["id"]
+    third = ask(send, "Well?", previous_response_id=second["id"])
+    assert third.status_code == 200, third.text
+    turns = f"<user>Rome?<assistant>{REPLY}<user>And Oslo?<assistant>{REPLY}<user>Well?<assistant>"
+    assert engine.prompts[-1] == turns  # instructions are of their own request alone
+
+
+def test_a_stream_is_kept_before_its_last_event(send, engine):
+    events = named_events(ask(send, "Rome?", stream=True))
+    assert events[-1]["type"] == "response.completed"
+    response = events[-1]["response"]
+    assert send("GET", f"{URL}/{response['id']}").json() == response
+    assert ask(send, "Well?", previous_response_id=response["id"], stream=True).status_code == 200
+    assert engine.prompts[-1].startswith("<user>Rome?<assistant>")
+
+
+def test_what_is_kept_can_be_read_and_deleted(send):
+    response = ask(send, "Rome?").json()
+    url = f"{URL}/{response['id']}"
+    assert send("GET", url).json() == response
+    items = send("GET", f"{url}/input_items").json()
+    assert [(item["role"], item["content"]) for item in items["data"]] == [("user", "Rome?")]
+    assert send("DELETE", url).json() == {"id": response["id"], "object": "response.deleted", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert error_of(send(method, url), 404)["code"] == "response_not_found"
+    error = error_of(ask(send, previous_response_id=response["id"]), 404)
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_what_is_not_to_be_kept_is_not(send, engine):
+    response = ask(send, store=False).json()
+    assert response["store"] is False and send("GET", f"{URL}/{response['id']}").status_code == 404
+    off = client_of(engine, storage_mib=0)
+    assert ask(off).json()["store"] is False
+    assert error_of(ask(off, previous_response_id="resp-1"), 400)["code"] == "not_kept"
+    off.app.state.bodies.close()
+    off.app.state.store.close()
+
+
+def test_each_key_has_its_own(engine):
+    send = client_of(engine, api_key=("a", "b"))
+    id = ask(send, key="a").json()["id"]
+    assert send("GET", f"{URL}/{id}", "a").status_code == 200
+    for answer in (send("GET", f"{URL}/{id}", "b"), send("DELETE", f"{URL}/{id}", "b")):
+        assert answer.status_code == 404
+    assert ask(send, key="b", previous_response_id=id).status_code == 404
+    assert send("GET", f"{URL}/{id}").status_code == 401
+    send.app.state.bodies.close()
+    send.app.state.store.close()
+
+
+def test_a_request_id_of_another_key_replaces_nothing(engine):
+    send = client_of(engine, api_key=("a", "b"))
+    for key, text in (("a", "Rome?"), ("b", "Oslo?")):
+        headers = {"X-Request-Id": "same", "Authorization": f"Bearer {key}"}
+        assert send("POST", URL, json={"input": text}, headers=headers).json()["id"] == "resp-same"
+    assert send("GET", f"{URL}/resp-same/input_items", "a").json()["data"][0]["content"] == "Rome?"
+    send.app.state.bodies.close()
+    send.app.state.store.close()
+
+
+def test_a_conversation_that_is_too_long_is_refused(engine):
+    send = client_of(engine, max_body_mib=0.002)
+    first = ask(send, "x" * 1500).json()["id"]
+    error = error_of(ask(send, "y" * 1500, previous_response_id=first), 400)
+    assert "2097 bytes" in error["message"] and error["code"] == "context_length_exceeded"
+    send.app.state.bodies.close()
+    send.app.state.store.close()
+
+
+def test_the_oldest_make_room_and_files_do_not(tmp_path):
+    store = Store(tmp_path, 40_000)
+    for number in range(5):
+        store.put("a", "response", f"r{number}", {"text": "x" * 8_000})
+        if number == 2:
+            store.get("a", "response", "r0")  # used again
+    for id in ("r1", "r0"):
+        kept = id == "r0"
+        if kept:
+            assert store.get("a", "response", id).value == {"text": "x" * 8_000}
+        else:
+            with pytest.raises(ApiError, match="no response 'r1'"):
+                store.get("a", "response", id)
+    store.put("b", "response", "r0", {})  # another's are not touched
+    store.put("a", "batch", "old", {})  # one that has ended makes room, too
+    store.put("a", "batch", "b0", {"text": "y" * 30_000}, is_open=True)
+    with pytest.raises(ApiError, match="--storage-mib"):
+        store.put("a", "batch", "b1", {"text": "y" * 30_000}, is_open=True)
+    assert store.get("a", "batch", "b0") and store.get("b", "response", "r0")
+
+
+def test_an_answer_without_room_says_that_it_is_not_kept(engine):
+    send = client_of(engine, storage_mib=0.002)
+    response = ask(send).json()
+    assert response["status"] == "completed" and response["store"] is False
+    send.app.state.bodies.close()
+    send.app.state.store.close()
+
+
+def test_a_folder_outlives_its_server(engine, tmp_path):
+    first = client_of(engine, storage_dir=str(tmp_path / "kept"))
+    id = ask(first, "Rome?").json()["id"]
+    second = client_of(FakeEngine(), storage_dir=str(tmp_path / "kept"))
+    assert second("GET", f"{URL}/{id}").json()["id"] == id
+    assert "Rome" not in json.dumps(sorted(path.name for path in tmp_path.rglob("*")))
+    for send in (first, second):
+        send.app.state.bodies.close()
+        send.app.state.store.close()
+
+
+def test_a_folder_of_its_own_goes_with_the_server(engine):
+    send = client_of(engine)
+    response = ask(send).json()
+    folder = send.app.state.store.lock.parent
+    assert list(folder.iterdir()) and send("GET", f"{URL}/{response['id']}").status_code == 200
+    assert oct(folder.stat().st_mode)[-3:] == "700"
+    send.app.state.store.close()
+    send.app.state.bodies.close()
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is no usable folder"):
+        ServerSettings(storage_dir=str(tmp_path / "file")).check_surroundings()
+    with pytest.raises(ValueError, match="storage_dir has no meaning"):
+        ServerSettings(storage_dir=str(tmp_path), storage_mib=0)

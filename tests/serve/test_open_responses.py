@@ -1,0 +1,105 @@
+"""Open Responses' compliance cases (openresponses.org, specification of 2026-04-24): those over HTTP, written anew.
+Each response and event is checked against ``open_responses.py``. Images are refused: that case fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_engine import REPLY, FakeTokenizer
+from open_responses import AnyEvent, ResponseResource
+from replies import named_events
+from test_serve_errors import error_of
+
+URL = "/v1/responses"
+
+
+def said(text, role="user", **more):
+    return {"type": "message", "role": role, "content": text, **more}
+
+
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
+ASKED = {"input": [said("What's the weather like in San Francisco?")], "tools": [WEATHER]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco, CA"}}\n</tool_call>'
+CASES = {
+    "basic text": (REPLY, {"input": [said("Say hello in exactly 3 words.")]}),
+    "phases": (
+        REPLY,
+        {
+            "input": [
+                said("I should answer with the saved number.", "assistant", phase="commentary"),
+                said("The number is four.", "assistant", phase="final_answer"),
+                said("Repeat only the number."),
+            ]
+        },
+    ),
+    "streaming": (REPLY, {"input": [said("Count from 1 to 5.")], "stream": True}),
+    "system prompt": (REPLY, {"input": [said("You are a pirate.", "system"), said("Say hello.")]}),
+    "tool calling": (CALL, ASKED),
+    "tool calling, streaming": (CALL, {**ASKED, "stream": True}),
+    "several turns": (
+        REPLY,
+        {"input": [said("My name is Alice."), said("Hello Alice!", "assistant"), said("What is my name?")]},
+    ),
+}
+
+
+@pytest.fixture
+def respond(ask, monkeypatch):
+    # The stand-in for a template that refuses a conversation without a user's beginning; the suite has one.
+    rendered = lambda self, messages, *_, **__: "".join(message["content"] for message in messages)  # noqa: E731
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", rendered)
+    return lambda reply, body: ask(URL, reply, max_output_tokens=200, **body)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case(respond, case):
+    reply, body = CASES[case]
+    answer = respond(reply, body)
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        response = answer.json()
+    else:
+        events = named_events(answer)
+        for event in events:
+            AnyEvent.validate_python(event)
+        types = [event["type"] for event in events]
+        if "tools" in body:
+            items = [event["item"]["type"] for event in events if event["type"].startswith("response.output_item.")]
+            assert items == ["function_call"] * 2
+            assert {*types} >= {f"response.function_call_arguments.{kind}" for kind in ("delta", "done")}
+        response = events[-1]["response"]
+        assert types[-1] == "response.completed"
+    ResponseResource.model_validate(response)
+    kinds = [item["type"] for item in response["output"]]
+    assert response["status"] == "completed" and kinds == ["function_call" if "tools" in body else "message"]
+
+
+def test_images_are_refused(respond):
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+    answer = respond(REPLY, {"input": [said([{"type": "input_text", "text": "What is it?"}, image])]})
+    assert "images" in error_of(answer, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "body, status", [({"input": "Hi" * 4, "max_output_tokens": 3}, "incomplete"), ({"input": "FAIL"}, "failed")]
+)
+def test_streams_that_end_otherwise_are_valid_too(ask, body, status):
+    events = named_events(ask(URL, REPLY, stream=True, **{"max_output_tokens": 200, **body}))
+    for event in events:
+        AnyEvent.validate_python(event)
+    assert events[-1]["type"] == f"response.{status}" and events[-1]["response"]["status"] == status
+
+
+def test_the_check_can_fail(respond):
+    response = respond(REPLY, {"input": "Hi"}).json()
+    for name in ("presence_penalty", "max_tool_calls", "service_tier", "prompt_cache_key"):
+        with pytest.raises(ValueError, match=name):
+            ResponseResource.model_validate({key: value for key, value in response.items() if key != name})
+    with pytest.raises(ValueError, match="delta"):
+        AnyEvent.validate_python(json.loads('{"type": "response.output_text.delta", "sequence_number": 1}'))

@@ -1,0 +1,295 @@
+"""``/v1/files``, ``/v1/batches`` and ``/v1/messages/batches``, with both APIs' clients: what is answered, cancelled,
+kept over a restart, and whose it is."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from contextlib import contextmanager
+
+import anthropic
+import httpx
+import openai
+import pytest
+from fake_engine import REPLY, FakeEngine
+from http_server import http_server
+from page_files import pdf
+
+from shadowkv.serve.app import build_app
+from shadowkv.serve.batch.runner import LINE_BYTES
+from shadowkv.serve.http.settings import ServerSettings
+
+
+def line(name, text="Hi", url="/v1/chat/completions", **body):
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": len(REPLY), **body}
+    return {"custom_id": name, "method": "POST", "url": url, "body": asked}
+
+
+def jsonl(*lines):
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+@contextmanager
+def serving(engine=None, **settings):
+    with http_server(build_app(engine or FakeEngine(), "fake", ServerSettings(**settings))) as url:
+        yield url
+
+
+@contextmanager
+def openai_client(url, key="none"):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        yield client
+
+
+@contextmanager
+def anthropic_client(url, key="none"):
+    with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as client:
+        yield client
+
+
+def upload(client, content, purpose="batch"):
+    return client.files.create(file=("in.jsonl", content), purpose=purpose)
+
+
+def begin(client, content, endpoint="/v1/chat/completions", **more):
+    file = upload(client, content)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+
+
+def ended(retrieve, *statuses):
+    """What comes of a batch; each look takes a moment."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        batch = retrieve()
+        if getattr(batch, "status", None) in statuses or getattr(batch, "processing_status", None) in statuses:
+            return batch
+        time.sleep(0.05)
+    raise AssertionError(f"still {batch}")
+
+
+def records(client, id):
+    return {record["custom_id"]: record for record in map(json.loads, client.files.content(id).text.splitlines())}
+
+
+@pytest.fixture
+def client(url):
+    with openai_client(url) as client:
+        yield client
+
+
+def test_files(client):
+    file = upload(client, b"a\n", purpose="user_data")
+    assert (file.bytes, file.filename, file.purpose, file.status) == (2, "in.jsonl", "user_data", "processed")
+    assert client.files.retrieve(file.id) == file and client.files.content(file.id).content == b"a\n"
+    others = [upload(client, b"b").id for _ in range(3)]
+    assert [one.id for one in client.files.list(limit=2)] == [*others[::-1], file.id]
+    page = client.files.list(limit=2)
+    assert [one.id for one in page.data] == others[:0:-1] and page.has_more
+    assert client.files.delete(file.id).deleted
+    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            gone(file.id)
+
+
+@pytest.mark.parametrize(
+    "form, reason",
+    [
+        ({"data": {"purpose": "batch"}, "files": {"other": b"a"}}, "pass the fields"),
+        ({"files": {"file": b"a"}}, "purpose"),
+        ({"json": {}}, "multipart/form-data"),
+        ({"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}}, "boundary"),
+        ({"data": {"purpose": "b"}, "files": {"file": b"a"}, "headers": {"Origin": "http://evil.example"}}, "evil"),
+    ],
+)
+def test_forms_that_are_refused(url, form, reason):
+    answer = httpx.post(f"{url}/v1/files", **form)
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    assert httpx.get(f"{url}/v1/files", params={"limit": "x"}).status_code == 400
+
+
+def test_a_file_can_be_named_in_a_message(url, client, engine):
+    engine.max_model_len = 2_000
+    file = client.files.create(file=("w.pdf", pdf("Rome is sunny")), purpose="user_data")
+    part = {"type": "file", "file": {"file_id": file.id}}
+    client.chat.completions.create(model="fake", messages=[{"role": "user", "content": [part]}])
+    client.responses.create(
+        model="fake", input=[{"role": "user", "content": [{"type": "input_file", "file_id": file.id}]}]
+    )
+    with anthropic_client(url) as other:
+        block = {"type": "document", "source": {"type": "file", "file_id": file.id}}
+        other.messages.create(model="fake", max_tokens=9, messages=[{"role": "user", "content": [block]}])
+    assert len(engine.prompts) == 3 and all("Rome is sunny" in prompt for prompt in engine.prompts)
+
+
+def test_a_batch(client, engine):
+    wrong = line("d", n=0)
+    batch = begin(client, jsonl(line("a"), line("b", "Well?"), wrong, {"custom_id": 3}), metadata={"of": "mine"})
+    assert batch.status in ("validating", "in_progress") and batch.metadata == {"of": "mine"}
+    done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (4, 2, 2) and done.completed_at >= done.in_progress_at
+    good = records(client, done.output_file_id)
+    assert sorted(good) == ["a", "b"] and good["b"]["response"]["body"]["choices"][0]["message"]["content"] == REPLY
+    bad = records(client, done.error_file_id)
+    assert bad["d"]["response"]["status_code"] == 400 and bad[None]["error"]["code"] == "invalid_request"
+    assert [one.id for one in client.batches.list()] == [batch.id]
+    assert client.batches.cancel(batch.id).status == "completed"
+
+
+@pytest.mark.parametrize(
+    "endpoint, body",
+    [("/v1/responses", {"input": "Hi"}), ("/v1/completions", {"prompt": "Hi"}), ("/v1/messages", {})],
+)
+def test_every_endpoint(client, endpoint, body):
+    asked = {**line("a", url=endpoint), **({"body": {**body, "model": "fake"}} if body else {})}
+    batch = begin(client, jsonl(asked, line("b", url="/v1/embeddings")), endpoint)
+    done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+    assert list(records(client, done.output_file_id)) == ["a"]
+    assert records(client, done.error_file_id)["b"]["error"]["code"] == "invalid_url"
+
+
+def test_a_line_has_no_documents_and_continues_nothing(client):
+    part = {"type": "file", "file": {"file_data": "SGk="}}
+    begun = begin(client, jsonl(line("a", messages=[{"role": "user", "content": [part]}])))
+    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    error = records(client, done.error_file_id)["a"]["response"]["body"]["error"]
+    assert "documents are not read here" in error["message"]
+    asked = {**line("a", url="/v1/responses"), "body": {"input": "Hi", "previous_response_id": "x"}}
+    begun = begin(client, jsonl(asked), "/v1/responses")
+    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    assert "continues no responses" in records(client, done.error_file_id)["a"]["response"]["body"]["error"]["message"]
+
+
+def test_what_is_no_batch(client):
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.batches.create(input_file_id="file-x", endpoint="/v1/responses", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        begin(client, b"", endpoint="/v1/embeddings")
+    empty = begin(client, b"\n")
+    failed = ended(lambda: client.batches.retrieve(empty.id), "failed")
+    assert failed.errors.data[0].code == "empty_file" and failed.failed_at
+    long = begin(client, b'{"custom_id": "' + b"a" * LINE_BYTES + b'"}\n')
+    done = ended(lambda: client.batches.retrieve(long.id), "completed")
+    assert records(client, done.error_file_id)[None]["error"]["code"] == "line_too_long"
+
+
+def test_cancelling_keeps_what_is_there(client, engine):
+    batch = begin(client, jsonl(line("a"), line("b", "HANG"), line("c", "HANG"), line("d", "HANG")))
+    deadline = time.monotonic() + 60
+    while not client.batches.retrieve(batch.id).request_counts.completed and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(engine.running) == engine.max_num_seqs // 2  # others have room beside it
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = ended(lambda: client.batches.retrieve(batch.id), "cancelled")
+    assert list(records(client, done.output_file_id)) == ["a"] and done.cancelled_at and done.error_file_id is None
+    assert not engine.running
+
+
+def test_a_batch_of_messages(url, engine):
+    with anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": "Hi"}]}
+        batch = client.messages.batches.create(
+            requests=[
+                {"custom_id": "a", "params": params},
+                {"custom_id": "b", "params": {**params, "max_tokens": 0}},
+            ]
+        )
+        assert batch.processing_status == "in_progress" and batch.request_counts.processing == 2
+        done = ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        assert (done.request_counts.succeeded, done.request_counts.errored) == (1, 1) and done.results_url
+        results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
+        assert results["a"].message.content[0].text == REPLY
+        assert results["b"].error.error.type == "invalid_request_error"
+        assert [one.id for one in client.messages.batches.list(limit=1)] == [batch.id]
+        assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.batches.retrieve(batch.id)
+
+
+def test_messages_that_are_cancelled(url, engine):
+    with anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "HANG"}]}
+        requests = [{"custom_id": str(number), "params": params} for number in range(3)]
+        batch = client.messages.batches.create(requests=requests)
+        with pytest.raises(anthropic.BadRequestError, match="not ended"):
+            client.messages.batches.delete(batch.id)
+        client.messages.batches.cancel(batch.id)
+        done = ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        assert done.request_counts.canceled == 3
+        assert {one.result.type for one in client.messages.batches.results(batch.id)} == {"canceled"}
+        with pytest.raises(anthropic.BadRequestError, match="must differ"):
+            client.messages.batches.create(requests=[requests[0]] * 2)
+
+
+def test_each_key_has_its_own():
+    with serving(api_key=("a", "b")) as url, openai_client(url, "a") as first, openai_client(url, "b") as second:
+        batch = begin(first, jsonl(line("x")))
+        done = ended(lambda: first.batches.retrieve(batch.id), "completed")
+        for ask in (
+            lambda: second.files.content(done.output_file_id),
+            lambda: second.files.delete(batch.input_file_id),
+            lambda: second.batches.retrieve(batch.id),
+            lambda: second.batches.cancel(batch.id),
+            lambda: begin_with(second, batch.input_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        assert not second.files.list().data and not second.batches.list().data
+        part = {"type": "file", "file": {"file_id": batch.input_file_id}}
+        with pytest.raises(openai.NotFoundError):
+            second.chat.completions.create(model="fake", messages=[{"role": "user", "content": [part]}])
+        assert first.files.retrieve(batch.input_file_id)
+
+
+def begin_with(client, id):
+    return client.batches.create(input_file_id=id, endpoint="/v1/responses", completion_window="24h")
+
+
+def test_a_full_store_says_so():
+    with serving(storage_mib=0.05) as url, openai_client(url) as client:
+        with pytest.raises(openai.BadRequestError, match="--storage-mib"):
+            upload(client, b"x" * 2**16)
+        kept = upload(client, b"x" * 2**14)
+        assert client.files.retrieve(kept.id)
+        long = base64.b64encode(b"x" * 9_000).decode()
+        batch = begin(client, jsonl(*(line(f"{n}{long[:300]}", "a") for n in range(40))))
+        failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
+        assert failed.errors.data[0].code == "storage_full"
+
+
+def test_a_server_that_keeps_nothing_says_so():
+    refused = pytest.raises(openai.BadRequestError, match="keeps nothing")
+    with serving(storage_mib=0) as url, openai_client(url) as client, refused:
+        upload(client, b"x")
+
+
+def test_a_batch_goes_on_after_a_restart(tmp_path):
+    folder = str(tmp_path / "kept")
+    with serving(storage_dir=folder) as url, openai_client(url) as client:
+        batch = begin(client, jsonl(line("a"), line("b", "HANG")))
+        while not client.batches.retrieve(batch.id).request_counts.completed:
+            time.sleep(0.05)
+    engine = FakeEngine()
+    answered = FakeEngine.answer
+
+    async def answer(self, request):
+        request.prompt_token_ids = [token for token in request.prompt_token_ids if chr(token) not in "HANG"]
+        async for output in answered(self, request):
+            yield output
+
+    engine.answer = answer.__get__(engine)
+    with serving(engine, storage_dir=folder) as url, openai_client(url) as client:
+        done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+        assert sorted(records(client, done.output_file_id)) == ["a", "b"]
+        assert len(engine.prompts) == 1  # the first was answered before
+
+
+def test_what_the_engine_does_not_live_to_answer_stays(tmp_path):
+    engine = FakeEngine()
+    with serving(engine, storage_dir=str(tmp_path)) as url, openai_client(url) as client:
+        batch = begin(client, jsonl(line("a", "DIE")))
+        while engine.is_alive:
+            time.sleep(0.05)
+        time.sleep(1)
+        assert client.batches.retrieve(batch.id).status == "in_progress"

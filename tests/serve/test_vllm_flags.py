@@ -1,0 +1,176 @@
+"""Command lines of ``vllm serve``: accepted, accepted with a line on what is moot, or refused with the way out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.__main__ import parse
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.vllm_flags import FLAGS
+
+DOCS = Path(__file__).parents[2] / "docs/vllm.md"
+
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("org/model", {"model": "org/model"}),
+    ("--max_model_len 8192", {"max_model_len": 8192}),
+    ("--max-model-len 8k", {"max_model_len": 8000}),
+    ("--max-model-len=8K", {"max_model_len": 8192}),
+    ("-tp 2", {"tensor_parallel_size": 2}),
+    ("-q fp8", {"quantization": "fp8"}),
+    ("--dtype half", {"dtype": "half"}),
+    ("--served-model-name a b", {"served_model_name": ("a", "b")}),
+    ("--chat-template chat.jinja", {"chat_template": "chat.jinja"}),
+    ("--tokenizer org/other", {"tokenizer": "org/other"}),
+    ("--revision v1", {"revision": "v1"}),
+    ("--download-dir /models", {"download_dir": "/models"}),
+    ("--seed 0", {"seed": 0}),
+    ("--root-path /llm", {"root_path": "/llm"}),
+    ("--ssl-certfile a.pem", {"ssl_certfile": "a.pem"}),
+    ("--ssl-certfile a.pem --ssl-keyfile k.pem", {"ssl_keyfile": "k.pem"}),
+    ("--ssl-certfile a.pem --ssl-ca-certs c.pem", {"ssl_ca_certs": "c.pem"}),
+    ("--ssl-certfile a.pem --ssl-ca-certs c.pem --ssl-cert-reqs 2", {"ssl_cert_reqs": 2}),
+    ("--uvicorn-log-level info", {"uvicorn_log_level": "info"}),
+    ('--override-generation-config {"top_k":5}', {"override_generation_config": {"top_k": 5}}),
+    ("--enable-prefix-caching", {"enable_prefix_caching": True}),
+    ("--enforce-eager", {"enforce_eager": True}),
+    ("--gpu-memory-utilization 0.8", {"gpu_memory_utilization": 0.8}),
+    ("--max-num-seqs 64", {"max_num_seqs": 64}),
+    ("--max-num-batched-tokens 16k", {"max_num_batched_tokens": 16000}),
+    ("--kv-cache-dtype fp8", {"kv": "fp8"}),
+    ("--load-format auto", {"load_format": "auto"}),
+    ("--generation-config vllm", {"generation_config": "vllm"}),
+    ('--hf-overrides {"rope_theta":5e6}', {"hf_overrides": {"rope_theta": 5e6}}),
+    ("--tool-call-parser hermes --enable-auto-tool-choice", {"tool_call_parser": "hermes"}),
+    ("--reasoning-parser qwen3", {"reasoning_parser": "qwen3"}),
+    ("--api-key one two", {"api_key": ("one", "two")}),
+]
+WITH_A_LINE = [
+    "--trust-remote-code",
+    "--enable-chunked-prefill",
+    "--swap-space 4",
+    "--block-size 16",
+    "--enable-request-id-headers",
+    "--distributed-executor-backend ray",
+]
+REFUSED = [
+    ("--enable-lora", "--adapter"),
+    ("--lora-modules sql=/adapters/sql", "--adapter"),
+    ("--pipeline-parallel-size 2", "--tensor-parallel-size"),
+    ("--data-parallel-size 2", "shadowkv ray serve --replicas"),
+    ('--speculative-config {"method":"ngram"}', "--kv turbo"),
+    ("--cpu-offload-gb 4", "--quantization fp8"),
+    ("--kv-offloading-size 4", "--kv-offload-gib"),
+]
+NEEDS_A_FILE = ["--config"]
+assert len(ACCEPTED) + len(WITH_A_LINE) + len(REFUSED) + len(NEEDS_A_FILE) == 46
+
+
+def settings(*arguments: str) -> dict[str, Any]:
+    args = parse([*arguments, "--port", "0"])
+    return {**vars(EngineConfig.from_args(args)), **vars(ServerSettings.from_args(args))}
+
+
+@pytest.mark.parametrize(("line", "wanted"), ACCEPTED, ids=[line for line, _ in ACCEPTED])
+def test_accepted(line: str, wanted: dict[str, Any], capsys: Any) -> None:
+    given = settings(*line.split())
+    assert {name: given[name] for name in wanted} == wanted
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("line", WITH_A_LINE)
+def test_accepted_with_a_line(line: str, capsys: Any) -> None:
+    assert settings("org/model", *line.split())["model"] == "org/model"
+    assert settings(*line.split(), "org/model")["model"] == "org/model"
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"(note: {line.split()[0]} has no effect: .+\n){{2}}", err)
+
+
+@pytest.mark.parametrize(("line", "way_out"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused_with_the_way_out(line: str, way_out: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and not out and err.count("\n") == 1
+    assert err.startswith(f"error: {line.split()[0]}") and " is not supported: " in err and way_out in err
+
+
+def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: org/model\nmax_model_len: 8k\nport: 8100\nserved-model-name: [a, b]\nenforce-eager: true\n"
+        "enable-prefix-caching: false\ntrust-remote-code: true\nenable-lora: false\n"
+        "hf-overrides: {rope_theta: 5000000.0}\napi-key: [one, two]\nkv-cache-dtype: fp8\nseed: null\n"
+    )
+    args = parse(["--config", str(file)])
+    assert capsys.readouterr().err.startswith("note: --trust-remote-code has no effect")
+    assert (args.model, args.max_model_len, args.port, args.served_model_name) == ("org/model", 8000, 8100, ["a", "b"])
+    assert args.enforce_eager and not args.enable_prefix_caching and args.hf_overrides == {"rope_theta": 5e6}
+    assert args.kv == "fp8" and args.seed is None
+    more = "other --max_model_len 4096 --api-key three --kv full --enable-prefix-caching"
+    args = parse([*more.split(), "--config", str(file)])
+    assert (args.model, args.max_model_len, args.port) == ("other", 4096, 8100)
+    assert ServerSettings.from_args(args).api_key == ("three",) and args.kv == "full" and args.enable_prefix_caching
+    for text, words in (
+        ("max-model-length: 5", "there is no flag 'max-model-length': did you mean --max-model-len?"),
+        ("config: other.yaml", "there is no flag 'config'"),
+        ("- a", "has no flags, as in 'max-model-len: 8192'"),
+        ("a: [", "while parsing"),
+        ("port: [1, 2]", "argument --port: invalid int value: '[1, 2]'"),
+        ("enable-lora: true", "--enable-lora is not supported"),
+    ):
+        capsys.readouterr()
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            parse(["--config", str(file)])
+        assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        parse(["--config", str(tmp_path / "none.yaml")])
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--max-model-lem 5", "did you mean --max-model-len?"),
+        ("--max-model-len 8.5K", "'8.5K' is no whole number"),
+        ("--max-model-len 0.0001k", "'0.0001k' is no whole number"),
+        ("--max-num-seqs many", "'many' is no whole number"),
+    ],
+)
+def test_mistakes(line: str, words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse(line.split())
+    assert words in capsys.readouterr().err
+
+
+def test_the_processs_own_arguments_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["shadowkv", "org/model", "--max_model_len=8k"])
+    args = parse(None)
+    assert (args.model, args.max_model_len) == ("org/model", 8000)
+
+
+def test_what_asks_for_nothing_needs_no_words(capsys: Any) -> None:
+    line = "-pp 1 --data_parallel_size=1 --cpu-offload-gb 0 --tokenizer-mode auto --no-enable-lora --max-model-len auto"
+    assert settings(*line.split())["max_model_len"] is None
+    assert settings("--max-model-len", "-1", "--max-num-seqs", "25.6k")["max_num_seqs"] == 25600
+    assert capsys.readouterr() == ("", "")
+    settings("--no-enable-chunked-prefill")
+    assert capsys.readouterr().err.startswith("note: --no-enable-chunked-prefill has no effect: always on")
+
+
+def test_the_document_has_every_flag_with_the_same_words() -> None:
+    text, rows = DOCS.read_text(encoding="utf-8"), {}
+    for flag in FLAGS:
+        rows.setdefault((flag.refused, flag.words), []).append(flag)
+    for refused in (False, True):
+        wanted = "".join(
+            f"| {', '.join(f'`{name}`' for flag in flags for name in flag.names)} | {words} |\n"
+            for (is_refused, words), flags in rows.items()
+            if is_refused is refused
+        )
+        assert wanted in text, f"docs/vllm.md should have these rows:\n{wanted}"
