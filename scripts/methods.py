@@ -196,11 +196,16 @@ METHODS = (
         ("ops/test_fp8_ops.py", "models/test_fp8.py"),
     ),
     Method(
-        "weights in GGUF's blocks",
-        ("layers/block_matrix.py",),
-        ("quantised_matmul", "dequantise_blocks"),
+        "weights as quantised files have them",
+        ("layers/quantised_matrix.py", "ops/quantised/groups.py", "ops/quantised/blocks.py"),
+        ("quantised_matmul", "dequantise_rows"),
         ("cpu/quantised_matmul",),
-        ("ops/test_quantised_blocks.py", "models/test_gguf_blocks.py"),
+        (
+            "ops/test_quantised_blocks.py",
+            "ops/test_quantised_groups.py",
+            "models/test_gguf_blocks.py",
+            "models/test_quantised_formats.py",
+        ),
     ),
     Method(
         "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)

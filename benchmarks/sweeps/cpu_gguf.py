@@ -31,11 +31,11 @@ def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, f
     from shadowkv.engine.config import EngineConfig
     from shadowkv.engine.engine import Engine
     from shadowkv.engine.sampling_params import SamplingParams
-    from shadowkv.models import load_model, loader
+    from shadowkv.models import load_model, storage
 
     torch.set_num_threads(1)
     if not blocks:
-        loader._keeps_blocks = lambda device: False  # as on a GPU
+        storage.keeps = lambda form, device: False  # as on a GPU
     start = time.process_time()
     loaded = load_model(model, dtype=dtype, max_model_len=1024)
     figures = {"load_s": time.process_time() - start, "weights_gib": loaded.model.num_bytes / 2**30, **memory()}

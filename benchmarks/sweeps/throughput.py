@@ -32,7 +32,7 @@ from benchmarks.sweeps.engines import window
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
-from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
+from shadowkv.engine.config import QUANTIZATION_HELP, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
@@ -40,6 +40,7 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import GIB
 

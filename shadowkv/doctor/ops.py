@@ -14,7 +14,9 @@ from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.loader import load_config
+from shadowkv.models.loader import load_plan, plan_on
+from shadowkv.models.sharding import Shard
+from shadowkv.models.storage import planned_runs
 from shadowkv.ops.registry import NAMES
 
 
@@ -50,13 +52,16 @@ class Choices:
 def choices_for(model: str, kv: str, device: str) -> Choices:
     """The choices of an engine of ``model`` with the policy ``kv``; raises ValueError or OSError where there is no such
     model, policy or device."""
-    where, config = device_of(device), load_config(model)
+    where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    config, forms = plan_on(where, dtype, *load_plan(model))
     layout = Layout(preset(kv), config.shape, dtype, config.max_position)
     if layout.spec.prefill is None:
         layout = layout.with_fields(prefill="sparse" if where.type == "cuda" else "dense")
     fused = FusedLayers.calls if where.type == "cpu" else ()
-    called = Decoder(config, dtype, "meta").called_ops.union(Sampler.calls, fused)
+    called = Decoder(config, dtype, "meta", planned_runs(Shard(config), forms, dtype)).called_ops.union(
+        Sampler.calls, fused
+    )
     ops = choose_ops(layout, config.rope, where, called)
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []

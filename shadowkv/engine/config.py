@@ -11,7 +11,15 @@ from typing import Any
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_count, parse_object, parse_overrides
+from shadowkv.load_settings import (
+    DTYPES,
+    LOAD_FORMATS,
+    OVERRIDES_HELP,
+    QUANTIZATIONS,
+    parse_count,
+    parse_object,
+    parse_overrides,
+)
 from shadowkv.prefix_cache.device.eviction import POLICIES
 from shadowkv.wording import SettingsError
 
@@ -19,8 +27,10 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
-QUANTIZATIONS = ("fp8",)
-QUANTIZATION_HELP = "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on (default: the files' own)"
+QUANTIZATION_HELP = (
+    "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; the others are forms of random weights "
+    "(--load-format dummy), and of shapes in plans (default: the files' own)"
+)
 
 
 @dataclass(frozen=True)

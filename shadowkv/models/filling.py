@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.linear import SCALE
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
 from shadowkv.models.checkpoints.files import in_words
-from shadowkv.models.checkpoints.stored_weight import Blocks, Stored, dense, fill_quantised
+from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.families.weight_names import Targets
 from shadowkv.models.sharding import Shard
+from shadowkv.ops.quantised.groups import GroupForm
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 SEED = 0
+
+_SPREAD = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "e4m3": 64.0}
+"""Standard deviation of random codes: of all bytes alike, of e4m3 as they are drawn."""
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -44,11 +49,11 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
     """Copies its shard of a stream of named tensors, whose shapes were checked, one at a time, casting to the
     parameters' dtype.
 
-    Tensors of quantised projections are quantised on the way: the model never exists in both forms. What stays in
-    blocks is copied unchanged.
+    Tensors of projections in fp8 are quantised on the way: the model never exists in both forms. What stays quantised
+    as the files store it is copied unchanged.
     """
     parameters = dict(model.named_parameters())
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, BlockMatrix)}
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedMatrix)}
     for name, parameter in parameters.items():
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
             parameter.zero_()  # padding rows
@@ -58,19 +63,36 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
             continue
         for rows, part in shard.pieces(target.parameter, target.start, target.stop, stored):
             if (matrix := matrices.get(target.parameter)) is not None:
-                ((kept, form),) = matrix.stored(rows.start, rows.stop)
-                kept.copy_(part.data if isinstance(part, Blocks) and part.form == form else dense(part))
+                (kept,) = matrix.stored(rows.start, rows.stop)
+                if isinstance(kept, QuantisedRows):
+                    assert isinstance(part, QuantisedRows) and part.form == kept.form, f"{name} has another form"
+                    for mine, theirs in zip(kept.tensors, part.tensors, strict=True):
+                        mine.copy_(theirs)
+                else:
+                    fill_plain(kept, part)
             elif (scale := parameters.get(target.parameter + SCALE)) is not None:
-                fill_quantised(parameters[target.parameter][rows], scale[rows], part)
+                fill_fp8(parameters[target.parameter][rows], scale[rows], part)
             else:
-                parameters[target.parameter][rows].copy_(dense(part))
+                fill_plain(parameters[target.parameter][rows], part)
 
 
-def block_runs(targets: Targets, forms: Mapping[str, str]) -> dict[str, tuple[Run, ...]]:
-    """How the rows of parameters are stored that have any in blocks in the files; ``forms`` by tensor."""
+def stored_runs(
+    outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
+) -> dict[str, tuple[Run, ...]]:
+    """How a shard's rows of parameters are stored that have any in a form that stays as it is.
+
+    Args:
+        outline: the whole model, which may be on the ``meta`` device.
+        forms: those that stay, by tensor.
+    """
+    columns = {name: parameter.shape[-1] for name, parameter in outline.named_parameters()}
     runs: dict[str, dict[int, Run]] = {}
     for name, target in targets.items():
-        runs.setdefault(target.parameter, {})[target.start] = Run(target.stop - target.start, forms.get(name))
+        form = forms.get(name)
+        if form is not None:
+            form = shard.form(target.parameter, form, columns[target.parameter])
+        for here, _ in shard.spans(target.parameter, target.start, target.stop):
+            runs.setdefault(target.parameter, {})[here.start] = Run(here.stop - here.start, form)
     return {
         parameter: tuple(run for _, run in sorted(of_rows.items()))
         for parameter, of_rows in runs.items()
@@ -98,7 +120,12 @@ def fill_dummy(model: Decoder) -> None:
     """
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, QuantisedMatrix):
+            fill_random(module, generator)
     for name, parameter in parameters.items():
+        if QuantisedMatrix.PARTS in name:
+            continue  # filled above
         if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):
             continue  # filled together with its weight
         if name.endswith("bias"):
@@ -109,6 +136,34 @@ def fill_dummy(model: Decoder) -> None:
             parameter.normal_(0.0, 1.0 if model.head is not None else parameter.shape[1] ** -0.5, generator=generator)
         elif (scale := parameters.get(name + SCALE)) is not None:
             weight = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
-            fill_quantised(parameter, scale, weight.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator))
+            fill_fp8(parameter, scale, weight.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator))
         else:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+@torch.no_grad()
+def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
+    """Random numbers such that products are about as large as what is multiplied."""
+    for rows in matrix.stored(0, matrix.num_rows):
+        if isinstance(rows, QuantisedRows):
+            _draw(rows, matrix.columns**-0.5, generator)
+        else:
+            rows.normal_(0.0, matrix.columns**-0.5, generator=generator)
+
+
+def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
+    """Numbers of that deviation: codes are any, scales all alike."""
+    form = rows.form
+    assert isinstance(form, GroupForm), f"no random numbers in {form.name}"
+    (codes, scales, *rest), spread = rows.tensors, _SPREAD[form.element]
+    if form.element == "e4m3":
+        for _, tile in rows.tiles(NUMBERS_AT_ONCE):
+            numbers = torch.empty(tile.tensors[0].shape, device=codes.device)
+            tile.tensors[0].copy_(numbers.normal_(0.0, spread, generator=generator))
+    else:
+        codes.random_(generator=generator)
+    scales.copy_(torch.full_like(scales, 1.0 if form.factor else deviation / spread, dtype=torch.float32))
+    if form.zeros:
+        rest[0].fill_(2 ** (form.bits - 1))
+    if form.factor:
+        rest[-1].fill_(deviation / spread)

@@ -13,32 +13,33 @@ from tqdm import tqdm
 
 from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS, QUANTIZATIONS
+from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
-from shadowkv.models.checkpoints.files import naming
-from shadowkv.models.checkpoints.fp8 import FP8Weights
+from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
+from shadowkv.models.checkpoints.quantised.format import Format
+from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
-from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.families.registry import family
-from shadowkv.models.filling import block_runs, check_shapes, fill, fill_dummy, quantised
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
-from shadowkv.models.quantization import REMEDY
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import HUB, Hub, adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
-from shadowkv.ops.registry import choose
+from shadowkv.ops.quantised.rows import Form
 from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
-from shadowkv.wording import GIB, OutOfMemory, SettingsError
+from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
-Runnable = Callable[[ModelConfig], ModelConfig]
-"""Refuses a config that cannot run here; returns it as it will be run."""
+Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
+"""The config as it will be run, of the files' own and the forms of their quantised weights; refuses what cannot run."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,46 @@ def load_config(
     hub: Hub = HUB,
 ) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
+    return load_plan(source, max_model_len, hf_overrides, quantization, hub)[0]
+
+
+def load_plan(
+    source: str | Path,
+    max_model_len: int | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+    hub: Hub = HUB,
+) -> tuple[ModelConfig, dict[str, Form]]:
+    """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
+
+    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, and those of GGUF dequantised.
+    """
+    path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
+    forms = storage.planned_forms(config, format, quantization)
+    if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
+        with naming(path, OTHER_MODEL):
+            return replace(config, quantization="fp8"), {}
+    return config, forms
+
+
+def _stated_by(
+    source: str | Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, hub: Hub
+) -> tuple[Path, ModelConfig, Format | None]:
+    """Where a source's config is, what it says, and the format that its weights are in."""
     path = resolve(source, weights=False, hub=hub)
     if path.suffix == ".gguf":
-        config = config_from_gguf(GGUFFile(path), max_model_len, hf_overrides)
-    else:
-        config, _ = config_from_directory(path, max_model_len, hf_overrides)
-    return _quantised(config, quantization)
+        return path, config_from_gguf(GGUFFile(path), max_model_len, hf_overrides), None
+    return path, *config_from_directory(path, max_model_len, hf_overrides)
+
+
+def plan_on(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
+) -> tuple[ModelConfig, dict[str, Form]]:
+    """What ``load_plan`` gives, as it is run on a device: without 8-bit arithmetic where there is none, and with those
+    forms alone that weights stay in."""
+    if config.quantization is not None and unfit(device, dtype) is not None:
+        config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
+    return config, {weight: form for weight, form in forms.items() if storage.keeps(form, device)}
 
 
 def load_model(
@@ -105,7 +140,9 @@ def load_model(
         hf_overrides: entries that replace those of the model's config, by the names of a config.json. With a
             ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
-        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
+        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway where
+            the GPU has arithmetic for them. A name of ``SHAPES`` is the form of random weights; with files it has to be
+            the method that these are quantised with.
         group: the ranks that the model is split across.
         hub: what of the hub is used, where ``source`` is an id there.
         tokenizer: a source whose tokenizer is used instead of the model's own.
@@ -113,8 +150,8 @@ def load_model(
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt or says that the checkpoint is quantised, except fp8: ModelFileError, one line naming it.
-            Or the device does not support fp8 arithmetic.
+            file is corrupt or says that the checkpoint is quantised in a way that is not known: ModelFileError, one
+            line naming it. Or ``quantization`` is fp8 and the device does not support its arithmetic.
         OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; none has been read or created then.
     """
@@ -122,30 +159,49 @@ def load_model(
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name, device = _name(source), torch.device(device)
     weights_dtype, adapter = _dtype(dtype, device), _adapter(source, adapter, load_format)
-    # Before anything is fetched or read.
-    check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
+    check_quantization(quantization, device, weights_dtype)  # before anything is fetched or read
 
-    def runnable(config: ModelConfig) -> ModelConfig:
-        who = f"{source}: its weights are quantised in fp8, and"
-        check_hardware(config.quantization, device, weights_dtype, who, REMEDY)
-        return _quantised(config, quantization)
+    def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
+        in_fp8 = quantization == "fp8" or (storage.is_fp8(forms) and unfit(device, weights_dtype) is None)
+        return replace(config, quantization="fp8") if in_fp8 else config
 
     if load_format == "dummy":
-        config = runnable(load_config(source, max_model_len, hf_overrides, hub=hub))
-        return _dummy(config, weights_dtype, device, group, name, partial(_tokenizer, tokenizer, config, hub))
+        config, forms = plan_on(
+            device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub)
+        )
+        read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
+        return _dummy(config, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        runnable(load_config(source, max_model_len, hf_overrides, hub=hub))
+        _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = resolve(source, weights=True, hub=hub)
     sampling = read_sampling(path) if path.is_dir() else {}
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
     files = read(path, max_model_len, hf_overrides, runnable)
+    storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
+    shard = Shard(files.config, group.rank, group.size)
+    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group)
+    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
+
+
+def _load(
+    files: _Files,
+    path: Path,
+    adapter: str | Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+    group: Group,
+) -> tuple[Decoder, tuple[str, ...]]:
+    """A rank's part of a model, and what was done to weights that the user may not expect, one line each."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    may_keep_blocks = config.quantization is None and group.size == 1
-    forms, notes = dict(files.forms) if may_keep_blocks and _keeps_blocks(device) else {}, tuple[str, ...]()
+    stay = config.quantization is None
+    forms = {weight: form for weight, form in files.forms.items() if stay and storage.keeps(form, device)}
+    notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
-    targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
+    targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
     if adapter is not None:
@@ -153,13 +209,17 @@ def load_model(
         merge.check(shapes)
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
-            notes = (f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...",)
-    runs, shard = block_runs(targets, forms), Shard(config, group.rank, group.size)
-    check_memory(Decoder(shard.config, weights_dtype, "meta", runs, group), device)
-    model = Decoder(shard.config, weights_dtype, device, runs, group)
+            notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
+    runs = stored_runs(outline, targets, forms, shard)
+    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
+    model = Decoder(shard.config, dtype, device, runs, group)
     fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
-    notes = notes if files.in_fp8 is None else files.in_fp8.notes(quantised(model, targets))
-    return LoadedModel(config, shard, model, tokenizes, name, notes, sampling)
+    if stay:
+        others = {weight: form for weight, form in files.forms.items() if not storage.keeps(form, device)}
+        notes += storage.dequantised(others, shapes, dtype, device)
+    elif files.method is not None:
+        notes += storage.in_fp8(files.forms, quantised(model, targets))
+    return model, tuple(notes)
 
 
 def _with_a_bar(tensors: Iterator[tuple[str, Stored]], count: int) -> Iterator[tuple[str, Stored]]:
@@ -177,7 +237,7 @@ def load_tokenizer(
     tokenizer: str | Path | None = None,
 ) -> Tokenizer:
     """The tokeniser that ``load_model`` gives, without reading the weights beside it; raises as that does."""
-    config = load_config(source, max_model_len, hf_overrides, hub=hub)
+    _, config, _ = _stated_by(source, max_model_len, hf_overrides, hub)
     own = None if load_format == "dummy" else source
     return _tokenizer(own if tokenizer is None else tokenizer, config, hub)
 
@@ -211,6 +271,7 @@ def _stated(source: str | Path) -> Path | None:
 
 def _dummy(
     config: ModelConfig,
+    forms: Mapping[str, Form],
     dtype: torch.dtype,
     device: torch.device,
     group: Group,
@@ -219,8 +280,9 @@ def _dummy(
 ) -> LoadedModel:
     """A model of random weights."""
     shard = Shard(config, group.rank, group.size)
-    check_memory(Decoder(shard.config, dtype, "meta", group=group), device)
-    model = Decoder(shard.config, dtype, device, group=group)
+    runs = storage.planned_runs(shard, forms, dtype)
+    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
+    model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)
     return LoadedModel(config, shard, model, tokenizer(), name)
 
@@ -233,16 +295,18 @@ class _Files:
         tokenizer: reads it.
         shapes: of all weights, by their names in the files.
         tensors: the weights, read one after another.
-        forms: blocks of quantised numbers that weights are stored in, by their names.
-        in_fp8: the weights, if they are stored in 8-bit floats.
+        forms: of weights that are quantised, by their names.
+        method: that they are quantised with, where they are in a directory.
+        notes: what is read in another way than the user may expect, one line each.
     """
 
     config: ModelConfig
     tokenizer: Callable[[], Tokenizer]
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Stored]]
-    forms: Mapping[str, str] = field(default_factory=dict)
-    in_fp8: FP8Weights | None = None
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    method: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def _gguf(
@@ -255,9 +319,9 @@ def _gguf(
     """``stated`` is a config.json that is read instead of the file's own config."""
     file = GGUFFile(path)
     if stated is None:
-        config = runnable(config_from_gguf(file, max_model_len, hf_overrides))
+        config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})
     else:
-        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0])
+        config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0], {})
     tokenizer = partial(tokenizer_from_gguf, file, config.eos_token_ids)
     return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
@@ -265,22 +329,21 @@ def _gguf(
 def _directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
 ) -> _Files:
-    config, kind = config_from_directory(path, max_model_len, hf_overrides)
-    config = runnable(config)
+    config, format = config_from_directory(path, max_model_len, hf_overrides)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
-    in_fp8 = None if kind is None else FP8Weights(path, kind)
-    weights = SafetensorsWeights(path) if in_fp8 is None else in_fp8
-    return _Files(config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8)
-
-
-def _keeps_blocks(device: torch.device) -> bool:
-    """Whether weights stay in a GGUF file's blocks: on CPUs that have matrix products for them in C++."""
-    return device.type == "cpu" and choose("quantised_matmul", device).backend != "reference"
-
-
-def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
-    """The config with the user's override applied: what a checkpoint has in fp8 stays so."""
-    return config if quantization is None else replace(config, quantization=quantization)
+    if format is None:
+        plain = SafetensorsWeights(path)
+        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream())
+    weights = QuantisedWeights(path, format)
+    with naming(path, OTHER_MODEL):
+        config = runnable(config, weights.forms)
+    notes = []
+    if weights.scattered:
+        columns = f"{counted(len(weights.scattered), 'weight')} with groups of columns in the order of activations"
+        notes.append(f"{columns} (desc_act) are dequantised: {weights.scattered[0]}, ...")
+    if weights.of_caches:
+        notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
+    return _Files(config, tokenizer, weights.shapes, weights.stream(), weights.forms, format.method, tuple(notes))
 
 
 def _name(source: str | Path) -> str:
@@ -301,11 +364,13 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return named
 
 
-def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
-    """Raises SettingsError if weights cannot run as they are quantised: for whom, why, and what to do."""
-    reason = unfit(device, dtype) if quantization == "fp8" else None
-    if reason is not None:
-        raise SettingsError(f"{who} {reason}; {remedy}", ["dtype", "quantization"])
+def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises SettingsError for unknown names, and for fp8 where it cannot run."""
+    if quantization not in (None, *QUANTIZATIONS):
+        reason = f"quantization={quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
+        raise SettingsError(reason, ["quantization"])
+    if quantization == "fp8" and (why := unfit(device, dtype)) is not None:
+        raise SettingsError(f"quantization='fp8': {why}; leave it out", ["dtype", "quantization"])
 
 
 def check_memory(outline: Decoder, device: torch.device) -> None:

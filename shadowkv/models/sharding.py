@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor
-
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import share
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.models.checkpoints.stored_weight import FP8Weight, Stored, dense
+from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 from shadowkv.wording import SettingsError, counted
 
 Span = tuple[int, int]
@@ -158,33 +157,37 @@ class Shard:
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
         """Which parts of a tensor, which is rows ``start`` to ``stop`` of a whole parameter, go to which of its rows
-        here."""
+        here. Quantised numbers whose columns cannot be cut are dequantised."""
         cut = self.cut(parameter)
-        if cut is None:
-            yield slice(start, stop), stored
-            return
-        if not isinstance(stored, (Tensor, FP8Weight)):
-            stored = dense(stored)
-        here = 0
-        for first, last in cut.rows:
+        for here, rows in self.spans(parameter, start, stop):
+            part = stored[rows]
+            if cut is not None and cut.columns is not None:
+                if isinstance(part, QuantisedRows) and self.form(parameter, part.form, part.columns) is not None:
+                    part = part.cut(*cut.columns)
+                else:
+                    part = dense(part)[:, slice(*cut.columns)]
+            yield here, part
+
+    def spans(self, parameter: str, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Of rows ``start`` to ``stop`` of a whole parameter: where runs of them are here, and where in these rows."""
+        cut, here = self.cut(parameter), 0
+        for first, last in ((0, stop),) if cut is None else cut.rows:
             low, high = max(first, start), min(last, stop)
             if low < high:
-                rows = slice(low - start, high - start)
-                yield slice(here + low - first, here + high - first), _part(stored, rows, cut.columns)
+                yield slice(here + low - first, here + high - first), slice(low - start, high - start)
             here += last - first
+
+    def form(self, parameter: str, form: Form, columns: int) -> Form | None:
+        """The form that rows of a whole parameter, of so many columns, have here; None if they are dequantised."""
+        cut = self.cut(parameter)
+        if cut is not None and parameter in ("embedding", "head"):
+            return None  # whose last rows may be padding
+        return form if cut is None or cut.columns is None else form.cut_form(columns, *cut.columns)
 
 
 def vocabulary_rows(config: ModelConfig, size: int) -> int:
     """Rows of every rank's part of the embedding and the head; the last ones may be padding."""
     return -(-config.vocab_size // size)
-
-
-def _part(stored: Tensor | FP8Weight, rows: slice, columns: Span | None) -> Tensor | FP8Weight:
-    across = slice(None) if columns is None else slice(*columns)
-    if isinstance(stored, FP8Weight):
-        scale = stored.scale if len(stored.scale) == 1 else stored.scale[rows]
-        return FP8Weight(stored.codes[rows, across], scale)
-    return stored[rows] if columns is None else stored[rows, across]
 
 
 def _times(span: Span, factor: int) -> Span:

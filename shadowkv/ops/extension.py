@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
-from shadowkv.ops.dequantise_blocks.reference import columns_of
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 
@@ -115,7 +115,7 @@ def _quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
 
 
 def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
-    return blocks.new_empty(len(blocks), columns_of(blocks, form), dtype=torch.float32)
+    return blocks.new_empty(len(blocks), BLOCKS[form].columns((blocks,)), dtype=torch.float32)
 
 
 def built_with() -> str | None:

@@ -26,7 +26,7 @@ NAMES = (
     "causal_window_attention",
     "chunk_mean_scores",
     "decode_layers",
-    "dequantise_blocks",
+    "dequantise_rows",
     "fetch_chunks",
     "find_outliers",
     "low_rank_basis",

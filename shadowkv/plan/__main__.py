@@ -12,7 +12,6 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import (
     DEFAULT_MODEL,
     QUANTIZATION_HELP,
-    QUANTIZATIONS,
     EngineConfig,
     parse_budget,
     policy_name,
@@ -21,7 +20,7 @@ from shadowkv.engine.config import (
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import HIT_RATE
-from shadowkv.load_settings import DTYPES, OVERRIDES_HELP, parse_count, parse_overrides
+from shadowkv.load_settings import DTYPES, OVERRIDES_HELP, QUANTIZATIONS, parse_count, parse_overrides
 from shadowkv.plan.cards import CARDS
 
 if TYPE_CHECKING:
@@ -126,12 +125,12 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
     import torch
 
-    from shadowkv.models.loader import load_config
+    from shadowkv.models.loader import load_plan
     from shadowkv.models.sharding import Shard
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text, missing
 
-    config = load_config(args.model, args.context, args.hf_overrides, args.quantization)
+    config, forms = load_plan(args.model, args.context, args.hf_overrides, args.quantization)
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,
@@ -142,7 +141,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size)
-    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas)
+    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
     plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
     if args.json:
         text = json.dumps(as_json(args.model, planner, plans), indent=2)

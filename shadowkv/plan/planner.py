@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +16,8 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
+from shadowkv.models.storage import planned_runs
+from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
 MOST_GPUS = 64
@@ -98,12 +102,16 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     For a model that is split across ranks the figures are one rank's, and communication between ranks takes no time.
+    Weights in ``forms``, by name, are planned as they are stored.
 
     Attributes:
         shard: that rank's part; ``config`` is the model as the rank sees it.
         replicas: number of copies of the whole model.
         weights: how they are stored, in words.
+        quantization: how those of projections are quantised, in words; None if they are not.
         weight_bytes: of the whole model.
+        dequantised_bytes: of it with weights in ``forms`` dequantised, as a GPU without products for them holds them;
+            None where there are none.
         weight_bytes_read: bytes that a step reads.
         usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
@@ -120,12 +128,16 @@ class Planner:
         hit_rate: float,
         fetch_buffer: float,
         replicas: int = 1,
+        forms: Mapping[str, Form] = MappingProxyType({}),
     ) -> None:
         self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
-        model = Decoder(config, dtype, "meta", group=Group(shard.rank, shard.size))
+        group = Group(shard.rank, shard.size)
+        model = Decoder(config, dtype, "meta", planned_runs(shard, forms, dtype), group)
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
+        self.quantization = config.quantization or " and ".join(model.forms) or None
+        self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.weight_bytes_read = model.num_bytes_read
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)

@@ -23,6 +23,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"context  {counted(planner.context, 'token')} per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
         f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
+        *_dequantised(planner),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
         f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
@@ -45,6 +46,16 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         for name, cells in rows
     ]
     return "\n".join(head + table)
+
+
+def _dequantised(planner: Planner) -> list[str]:
+    """What the figures assume of quantised weights."""
+    if planner.dequantised_bytes is None:
+        return []
+    return [
+        "         in the files' form, which nothing multiplies on a GPU yet: there they are dequantised as they load, "
+        f"{planner.dequantised_bytes / GIB:.2f} GiB"
+    ]
 
 
 def missing(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -115,11 +126,12 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
     return {
         "model": model,
         "dtype": str(planner.dtype).removeprefix("torch."),
-        "quantization": planner.config.quantization,
+        "quantization": planner.quantization,
         "context_tokens": planner.context,
         "tensor_parallel_size": planner.shard.size,
         "replicas": planner.replicas,
         "weight_bytes": planner.weight_bytes,
+        "weight_bytes_dequantised": planner.dequantised_bytes,
         "weight_bytes_read_per_step": planner.weight_bytes_read,
         "prefill_reserve_bytes": planner.prefill_bytes,
         "graph_reserve_bytes": planner.graph_bytes,

@@ -54,7 +54,7 @@ class DenseCache:
         scores = torch.einsum("qhd,khd->hqk", self.rotate(q, batch.positions), keys) / q.shape[-1] ** 0.5
         seen = (batch.sequences[:, None] == sequences) & (positions <= batch.positions[:, None])
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values)
+        return torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         config = self.rotary.config

@@ -13,10 +13,12 @@ from families import build
 from gguf_files import write_model
 from test_adapter import write_adapter
 from test_families import sequences
+from thread_group import on_ranks
 
-from shadowkv.layers.block_matrix import BlockLinear, BlockMatrix, Run
-from shadowkv.models import LoadedModel, load_model, loader
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
+from shadowkv.models import LoadedModel, load_model, loader, storage
 from shadowkv.ops.extension import cpu_missing
+from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.registry import choose
 
 pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="weights stay in blocks where the C++ extension is built")
@@ -71,16 +73,34 @@ def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Pat
     assert_same_logits(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kinds", ["Q4_0", "Q4_K_M"])
+def test_ranks_keep_the_blocks_that_they_do_not_cut(kinds: str, size: int, tmp_path: Path) -> None:
+    """The MLP's 512 columns are cut at 256, or at 160 and 336; heads at their 64 columns."""
+    blocks, plain = write(tmp_path, "llama", ALL_ALIKE[kinds] if kinds in ALL_ALIKE else MIXED[kinds])
+    expected = packed_logits(load_model(plain).model, sequences())
+    ranks = on_ranks(size, lambda group: load_model(blocks, group=group))
+    found = on_ranks(size, lambda group: packed_logits(load_model(blocks, group=group).model, sequences()))
+    for rank, logits in zip(ranks, found, strict=True):
+        for mine, other in zip(logits, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        assert isinstance(rank.model.layers[1].attention.qkv, QuantisedLinear)
+        assert isinstance(rank.model.head, torch.nn.Parameter)
+        inner, block = rank.shard.inner, 32 if kinds == "Q4_0" else 256
+        whole = all(border % block == 0 for border in inner)
+        assert isinstance(rank.model.layers[1].mlp.down, QuantisedLinear) == whole
+
+
 def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     blocks, plain = write(tmp_path, "llama", MIXED["Q4_K_M"])
     kept, dense = load_model(blocks).model, load_model(plain).model
     sizes = {"Q4_K": 144 / 256, "Q6_K": 210 / 256}
     for layer in kept.layers:
-        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, BlockLinear)
-        assert [run.form for run in layer.attention.qkv.weight.runs] == ["Q4_K", "Q6_K"]
+        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, QuantisedLinear)
+        assert [run.form for run in layer.attention.qkv.weight.runs] == [BLOCKS["Q4_K"], BLOCKS["Q6_K"]]
         assert layer.attention.qkv.weight.runs[0].rows == 512  # q and k in one product
         assert layer.mlp.down.weight.nbytes == sizes["Q6_K"] * 256 * 512
-    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, BlockMatrix))
+    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, QuantisedMatrix))
     assert kept.num_bytes == dense.num_bytes - saved < dense.num_bytes / 2
 
 
@@ -103,7 +123,7 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
 
 
 def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(loader, "choose", lambda name, device: choose(name, device, override="reference"))
+    monkeypatch.setattr(storage, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}
 
 
@@ -118,7 +138,7 @@ def test_where_products_are_of_plain_numbers(
 ) -> None:
     options = how(monkeypatch)
     blocks, plain = (load_model(file, **options).model for file in write(tmp_path, "llama", MIXED["Q4_K_M"]))
-    assert not blocks.block_forms
+    assert not blocks.forms
     for name, parameter in plain.named_parameters():
         mine = blocks.get_parameter(name)
         assert mine.dtype == parameter.dtype and torch.equal(mine.float(), parameter.float()), name
@@ -132,5 +152,12 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "adapter", pairs)
     ours, theirs = load_model(blocks, adapter=adapter), load_model(plain, adapter=adapter)
     assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
-    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, "Q4_0"), Run(256, None), Run(256, "Q4_0"))
+    q4_0 = BLOCKS["Q4_0"]
+    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, q4_0), Run(256, None), Run(256, q4_0))
     assert_same_logits(ours, theirs)
+
+
+def test_a_flag_that_names_another_form_is_refused(tmp_path: Path) -> None:
+    blocks, _ = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
+    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in GGUF, and stay so; leave it out"):
+        load_model(blocks, quantization="awq")

@@ -195,10 +195,13 @@ def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypat
         return str(llama)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    edit_config(llama, quantization_config={"quant_method": "awq"})
-    with pytest.raises(ValueError, match="'awq'"):
+    edit_config(llama, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ValueError, match="'hqq'"):
         load_model("some-org/some-model")
-    assert len(asked) == 1 and "*.safetensors" not in asked[0]
+    edit_config(llama, quantization_config={"quant_method": "awq"})
+    with pytest.raises(ValueError, match="quantization='gptq': the files of some-org/some-model are in awq"):
+        load_model("some-org/some-model", quantization="gptq")
+    assert len(asked) == 2 and not any("*.safetensors" in patterns for patterns in asked)
 
 
 ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))

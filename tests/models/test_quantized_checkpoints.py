@@ -1,4 +1,4 @@
-"""Quantised checkpoints are refused by their method's name before a weight is read; what asks for nothing loads."""
+"""Quantised checkpoints of unknown formats are refused by name before a weight is read; what asks for nothing loads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from fp8_files import compressed_tensors
 from shadowkv.models import load_config, load_model
 
 CONFIGS, REMEDY = "config.json", "use the unquantised checkpoint, or a GGUF file"
-FP8 = "fp8 loads as fp8, fbgemm_fp8 or compressed-tensors' float-quantized alone"
-HARDWARE = "weights are quantised in fp8, and fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
+KNOWN = "formats that load are awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt, mxfp4"
 
 NAMED = [
-    "awq",
-    "gptq",
     "bitsandbytes",
-    "compressed-tensors",
-    "mxfp4",
     "nvfp4",
     "torchao",
     "quanto",
@@ -34,29 +29,55 @@ NAMED = [
     "bitnet",
     "quark",
     "auto-round",
-    "modelopt",
     "exl2",
     "of_next_year",
 ]
-"""Any value of quant_method: there is no list of them to fall out of date."""
+"""Any other value of quant_method: there is no list of them to fall out of date."""
 
 UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
-    "awq": ({"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}, "'awq'"),
-    "gptq": ({"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "'gptq'"),
+    "awq": (
+        {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMV"},
+        "'awq': version='gemv' is not",
+    ),
+    "gptq": ({"bits": 3, "group_size": 128, "desc_act": False, "sym": True}, "'gptq': bits=3 is not 4 or 8"),
     "bitsandbytes": ({"load_in_4bit": True, "load_in_8bit": False}, "'bitsandbytes'"),
     "sparse": ({"sparsity_config": {"format": "sparse-bitmask"}}, "'compressed-tensors'"),
     "another": ({"bits": 4, "group_size": 64}, "does not name"),
 }
-FLOAT8: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-    "compressed-tensors": compressed_tensors("channel"),
-}
-OTHER_FLOAT8: dict[str, dict[str, Any]] = {
-    "compressed-tensors, of no groups": {"quant_method": "compressed-tensors", "format": "float-quantized"},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
-    "fp8 in another format": {"quant_method": "fp8", "fmt": "e5m2"},
-}
+INTEGERS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True}
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": INTEGERS | weights}
+    return compressed_tensors("channel") | {"format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "awq of 3 bits": ({"quant_method": "awq", "bits": 3}, "bits=3 is not 4"),
+    "awq of groups of what": ({"quant_method": "awq", "bits": 4, "group_size": "all"}, "group_size=all is not"),
+    "awq of other names": ({"quant_method": "awq", "modules_to_not_convert": [4]}, "is not a list of names"),
+    "gptq for one kernel": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "='marlin' is not one of gptq, gptq_v2",
+    ),
+    "compressed-tensors, of no groups": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups=None has no groups",
+    ),
+    "3 bits": (packed(num_bits=3), "config_groups.group_0: pack-quantized of 3-bit int by group is not int of 4 or 8"),
+    "no size": (packed(group_size=None), "group_size=None is not a number of columns"),
+    "tokens": (packed(strategy="token"), "by token is not int of 4 or 8 bits by tensor, channel, group"),
+    "other format": (
+        packed() | {"format": "marlin-24"},
+        "formats that load are pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized, mxfp4-",
+    ),
+    "sparse": (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "is not dense"),
+    "rotated": (packed() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config has transforms"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo='W4A8_AWQ' is not one of NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN",
+    ),
+    "fp8 in another format": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt=e5m2 is not e4m3"),
+    "fp8 of odd blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=[128] is not two"),
+}  # fmt: skip
 NOTHING: dict[str, Any] = {
     "null": None,
     "empty": {},
@@ -84,27 +105,21 @@ def model(tmp_path: Path) -> Path:
 def test_the_method_is_named(method: str, model: Path, serve: Serve) -> None:
     edit_json(model / CONFIGS, quantization_config={"quant_method": method, "bits": 4})
     answer = serve(model)
-    assert_refused(answer, str(model / CONFIGS), f"quantised with '{method}'")
-    assert REMEDY in answer[1] and "fp8" not in answer[1]
+    assert_refused(answer, str(model / CONFIGS), f"quantised with '{method}': {KNOWN}")
+    assert REMEDY in answer[1]
 
 
-@pytest.mark.parametrize("name", FLOAT8)
-def test_fp8_needs_a_gpu_that_has_it(name: str, model: Path, serve: Serve) -> None:
-    edit_json(model / CONFIGS, quantization_config=FLOAT8[name])
-    for flags in ([], ["--load-format", "dummy"], ["--dtype", "bfloat16"]):
-        answer = serve(model, *flags)
-        assert_refused(answer, str(model), HARDWARE)
-        assert "the device is cpu" in answer[1] and REMEDY in answer[1]
+def test_fp8_by_flag_needs_a_gpu_that_has_it(model: Path, serve: Serve) -> None:
     answer = serve(model, "--quantization", "fp8")
     assert_refused(answer, "--quantization fp8", "the device is cpu; leave it out")
 
 
-@pytest.mark.parametrize("name", OTHER_FLOAT8)
-def test_fp8_of_other_kinds(name: str, model: Path, serve: Serve) -> None:
-    edit_json(model / CONFIGS, quantization_config=OTHER_FLOAT8[name])
-    answer, stated = serve(model), OTHER_FLOAT8[name]
-    known = stated.get("quant_method") in ("fp8", "compressed-tensors")
-    assert_refused(answer, CONFIGS, "this form of it is not known: {" if known else FP8)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kinds_of_known_methods(name: str, model: Path, serve: Serve) -> None:
+    stated, reason = OTHERS[name]
+    edit_json(model / CONFIGS, quantization_config=stated)
+    answer = serve(model)
+    assert_refused(answer, CONFIGS, reason)
     assert REMEDY in answer[1]
 
 
@@ -126,14 +141,17 @@ def test_other_names_of_the_field(key: str, content: dict[str, Any], method: str
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
 def test_one_of_the_language_model_inside(key: str, model: Path, serve: Serve) -> None:
-    edit_json(model / CONFIGS, **{key: {"quantization_config": {"quant_method": "gptq", "bits": 4}}})
-    assert_refused(serve(model), CONFIGS, "'gptq'")
+    edit_json(model / CONFIGS, **{key: {"quantization_config": {"quant_method": "hqq", "bits": 4}}})
+    assert_refused(serve(model), CONFIGS, "'hqq'")
 
 
 SEPARATE: dict[str, tuple[dict[str, Any], str]] = {
     "quantize_config.json": (UNNAMED["gptq"][0], "'gptq'"),
     "quant_config.json": (UNNAMED["awq"][0], "'awq'"),
-    "hf_quant_config.json": ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, FP8),
+    "hf_quant_config.json": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "INT4_AWQ"}},
+        "'modelopt': quant_algo='INT4_AWQ' is not one of NVFP4",
+    ),
 }
 
 
@@ -160,17 +178,19 @@ def test_a_method_that_is_no_name(method: Any, model: Path, serve: Serve) -> Non
 
 def test_a_family_that_is_not_supported_either(model: Path, serve: Serve) -> None:
     """Its unquantised checkpoint would be no remedy."""
-    edit_json(model / CONFIGS, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    answer = serve(model)
-    assert_refused(answer, CONFIGS, "'mxfp4'")
-    assert "'gpt_oss' is not supported" in answer[1] and "use another model" in answer[1] and REMEDY not in answer[1]
+    for method in ("mxfp4", "hqq"):
+        edit_json(model / CONFIGS, model_type="gpt_oss", quantization_config={"quant_method": method})
+        answer = serve(model)
+        assert_refused(answer, CONFIGS, "'gpt_oss' is not supported")
+        assert "use another model" in answer[1] and REMEDY not in answer[1]
+        assert ("'hqq'" in answer[1]) == (method == "hqq")
 
 
 def test_without_weights_too(model: Path, serve: Serve) -> None:
     """What could not be loaded is not planned, and not measured with random weights."""
-    edit_json(model / CONFIGS, quantization_config={"quant_method": "awq"})
-    assert_refused(serve(model, "--load-format", "dummy"), CONFIGS, "'awq'")
-    with pytest.raises(ValueError, match="'awq'"):
+    edit_json(model / CONFIGS, quantization_config={"quant_method": "hqq"})
+    assert_refused(serve(model, "--load-format", "dummy"), CONFIGS, "'hqq'")
+    with pytest.raises(ValueError, match="'hqq'"):
         load_config(model)
 
 

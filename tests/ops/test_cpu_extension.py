@@ -309,7 +309,7 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()
-for form in quantised.FORMATS:
+for form in quantised.BLOCKS:
     quantised.test_any_bytes_are_what_ggml_makes_of_them(0, Ops(), form)
     quantised.assert_products(Ops(), form, 67, 768, 6)
 """

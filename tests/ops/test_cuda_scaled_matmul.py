@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shadowkv.layers.linear import FP8Linear
-from shadowkv.models.checkpoints.stored_weight import fill_quantised
+from shadowkv.models.checkpoints.stored_weight import fill_fp8
 from shadowkv.models.loader import unfit
 from shadowkv.ops.quantise_tokens import reference as quantise_reference
 from shadowkv.ops.registry import Ops
@@ -48,7 +48,7 @@ def projection(k: int, n: int, bias: bool, overrides: dict[str, str] | None = No
     ops = Ops(DEVICE, overrides=overrides)
     linear = FP8Linear(k, n, bias=bias, dtype=torch.bfloat16, device=DEVICE)
     linear.ops = ops
-    fill_quantised(linear.weight, linear.weight_scale, torch.randn(n, k, generator=generator, device=DEVICE) * k**-0.5)
+    fill_fp8(linear.weight, linear.weight_scale, torch.randn(n, k, generator=generator, device=DEVICE) * k**-0.5)
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)
     return linear

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_quantised_blocks import random_blocks
+from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -31,7 +31,7 @@ def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]
     for share, form in parts:
         count = round(share * rows)
         plain = torch.randn(count, columns) / columns**0.5
-        runs.append((plain if form is None else random_blocks(form, count, columns), form))
+        runs.append(plain if form is None else rows_of(random_blocks(form, count, columns), form))
     return Projection(tuple(runs), torch.randn(rows) if bias else None)
 
 

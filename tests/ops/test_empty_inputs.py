@@ -13,6 +13,8 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.registry import NAMES, Ops
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
@@ -31,6 +33,10 @@ def floats(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 def bytes_of(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def blocks_of(rows: int, width: int, form: str) -> QuantisedRows:
+    return QuantisedRows((bytes_of(rows, width),), BLOCKS[form])
 
 
 def whole(*shape: int) -> Tensor:
@@ -205,7 +211,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,
-    "dequantise_blocks": lambda ops: returns(ops.dequantise_blocks(bytes_of(0, 34), "Q8_0"), ((0, 32), None)),
+    "dequantise_rows": lambda ops: returns(ops.dequantise_rows(blocks_of(0, 34, "Q8_0")), ((0, 32), None)),
     "sample_tokens": lambda ops: returns(
         ops.sample_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)
     ),
@@ -221,8 +227,8 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "quantise_rows": no_codes_to_write,
     "quantised_matmul": lambda ops: returns(
         (
-            ops.quantised_matmul(floats(0, 64), bytes_of(3, 36), "Q4_0"),
-            ops.quantised_matmul(floats(2, 64), bytes_of(0, 36), "Q4_0"),
+            ops.quantised_matmul(floats(0, 64), blocks_of(3, 36, "Q4_0")),
+            ops.quantised_matmul(floats(2, 64), blocks_of(0, 36, "Q4_0")),
         ),
         ((0, 3), None),
         ((2, 0), None),

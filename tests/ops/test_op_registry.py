@@ -10,7 +10,7 @@ import torch
 
 import shadowkv.ops
 from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.layers.block_matrix import BlockMatrix
+from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
@@ -85,7 +85,7 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
     # Nor does it call the others: on a GPU no weight stays in blocks, and steps are graphs.
-    assert slow == {*BlockMatrix.calls, *FusedLayers.calls, *windows}
+    assert slow == {*QuantisedMatrix.calls, *FusedLayers.calls, *windows}
     assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
     assert ops.backends["attend_selected"] == "cuda"

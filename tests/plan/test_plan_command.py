@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shadowkv.kvcache.presets import PRESETS
+from shadowkv.models.sources import config_file
 from shadowkv.plan.__main__ import main
 
 COMMAND = ["--model", "llama-3.1-8b", "--context", "124928", "--gpu-memory-gib", "139", "--host-memory-gib", "512"]
@@ -236,3 +238,57 @@ def test_replicas_are_counted_together(capsys: pytest.CaptureFixture[str]) -> No
     (one,) = (line for line in lines if line.startswith("largest batch  "))
     (all_of_them,) = (line for line in lines if line.startswith("largest batches of 3 replicas"))
     assert int(all_of_them.split()[-1]) == 3 * int(one.split()[-1])
+
+
+PROJECTIONS = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+"""Of Llama-3.1-8B: numbers in weights of its layers' projections."""
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words", "bits"),
+    [
+        ("awq", "int4-g128", 4 + 24 / 128),  # a float16 scale and a zero point in 8 bits for each group
+        ("gptq", "int4-g128", 4 + 16 / 128),
+        ("nvfp4", "nvfp4", 4.5),
+        ("mxfp4", "mxfp4", 4.25),
+        ("fp8-block", "fp8-g128", 8.25),
+        ("int8", "int8", 8),
+    ],
+)
+def test_weights_of_a_form(quantization: str, words: str, bits: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads and tables stay as they are; what a row has alone is less than a thousandth."""
+    plain, found = run_json(capsys), run_json(capsys, "--quantization", quantization)
+    assert (plain["quantization"], found["quantization"]) == (None, words)
+    saved = plain["weight_bytes"] - found["weight_bytes"]
+    assert saved == pytest.approx(PROJECTIONS * (2 - bits / 8), rel=1e-3)
+    assert found["weight_bytes_dequantised"] == plain["weight_bytes"] and plain["weight_bytes_dequantised"] is None
+    cut = run_json(capsys, "--quantization", quantization, "--tensor-parallel-size", "2")
+    assert cut["weight_bytes"] == pytest.approx(found["weight_bytes"] / 2, rel=1e-3)
+    main([*COMMAND, "--quantization", quantization])
+    text = capsys.readouterr().out
+    assert f"bfloat16, {words} weights" in text and "dequantised as they load, 14.96 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("stated", "words", "kept"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "int4-g64", 0),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4-g128", 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.down_proj"]}, "nvfp4", 1),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 0),
+    ],
+)
+def test_a_folder_says_how_its_weights_are_quantised(
+    stated: dict[str, Any], words: str, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No weights are read. 8-bit floats are planned with their own arithmetic."""
+    config = json.loads(config_file("llama-3.1-8b").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    found = run_json(capsys, "--model", str(tmp_path))
+    assert found["quantization"] == words
+    plain = run_json(capsys)
+    least = {0: 0.9, 1: 0.6, 4: 0.6}[kept] * PROJECTIONS * (1 if words == "fp8" else 1.4)
+    assert least < plain["weight_bytes"] - found["weight_bytes"] < 1.5 * PROJECTIONS
+    command = ["--model", str(tmp_path), "--context", "1024", "--quantization", "gptq"]
+    assert main(command) == 2
+    assert f"are in {stated['quant_method']}, and stay so; leave it out" in capsys.readouterr().err

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
-from shadowkv.layers.block_matrix import BlockLinear
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.linear import FP8Linear
 from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix
 from shadowkv.layers.spec import Projection
 from shadowkv.models.decoder import Decoder
 from shadowkv.ops.decode_layers import layers as op
+from shadowkv.ops.quantised.blocks import BlockForm
 
 
 class FusedLayers:
@@ -54,7 +55,10 @@ class FusedLayers:
         ops = cache.ops
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
         alone = model.group.size == 1 and not model.config.quantization
-        return kernel and alone and cache.exact_layers() is not None
+        matrices = [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
+        runs = [run for matrix in matrices for run in matrix.runs]
+        known = all(run.form is None or isinstance(run.form, BlockForm) for run in runs)
+        return kernel and alone and known and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:
         """Residual stream [B, D] before the layers -> behind them."""
@@ -91,10 +95,9 @@ def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
 
 def _projection(by: Projection) -> op.Projection:
     assert not isinstance(by, FP8Linear), "FP8 weights do not fit"
-    if isinstance(by, BlockLinear):
-        parts = zip(by.weight.parts, by.weight.runs, strict=True)
-        return op.Projection(tuple((part, run.form) for part, run in parts), by.bias)
-    return op.Projection(((by.weight, None),), by.bias)
+    if isinstance(by, QuantisedLinear):
+        return op.Projection(tuple(by.weight.stored(0, by.out_features)), by.bias)
+    return op.Projection((by.weight,), by.bias)
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

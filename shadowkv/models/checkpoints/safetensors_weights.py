@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -13,10 +13,7 @@ from torch import Tensor
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, in_words, is_there, read_json
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Others, which belong to quantised weights, mean nothing without their scales."""
-
-FLOAT8 = "F8_E4M3"
-"""Type in fp8 checkpoints, which have the scales."""
+"""Others belong to quantised weights, and mean nothing without a config that says how these are stored."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -59,24 +56,43 @@ class SafetensorsWeights:
     """
 
     def __init__(self, directory: Path, dtypes: Sequence[str] = DTYPES) -> None:
-        self._files = _files(directory)
+        self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        for file in self._files:
+        for file in _files(directory):
             header = read_header(file, dtypes)
             twice = sorted(self.shapes.keys() & header.keys())
             if twice:
                 raise ModelFileError(file, f"tensor {twice[0]!r} is in another file of the folder too")
+            self._file_of |= dict.fromkeys(header, file)
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             self.dtypes |= {name: dtype for name, (_, dtype) in header.items()}
 
-    def stream(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and CPU tensor of every weight, or of those named, read one at a time."""
-        for file in self._files:
-            with open_safetensors(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    if names is None or name in names:
-                        yield name, opened.get_tensor(name)
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and CPU tensor of every weight, read one at a time."""
+        with self.opened() as read:
+            for name in self.shapes:
+                yield name, read(name)
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """Reads tensors by name, on the CPU: each file stays open once it was read from."""
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+
+            def read(name: str) -> Tensor:
+                file = self._file_of[name]
+                if file not in files:
+                    files[file] = stack.enter_context(open_safetensors(file))
+                tensor: Tensor = files[file].get_tensor(name)
+                return tensor
+
+            yield read
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        with self.opened() as read:
+            return read(name)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -1,74 +1,61 @@
-"""A weight as files store it: plain numbers, 8-bit floats with scales, or blocks of quantised numbers."""
+"""A weight as files store it: plain numbers, or rows of quantised ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.quantise_tokens.reference import quantise_tokens
-from shadowkv.ops.registry import choose
+from shadowkv.ops.quantised.groups import GroupForm
+from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.registry import Choice, choose
 
-ROWS_AT_ONCE = 1024
-"""Rows that are quantised at a time: their size in float32 is small compared with the weights."""
+NUMBERS_AT_ONCE = 2**22
+"""Numbers that are dequantised, or quantised, at a time: their size in float32 is small compared with the weights."""
 
+FP8_ROWS = GroupForm("e4m3", None, torch.float32)
+"""As ``FP8Linear`` has them."""
 
-@dataclass(frozen=True)
-class FP8Weight:
-    """A weight stored in 8-bit floats.
-
-    Attributes:
-        codes: float8_e4m3fn [N, K].
-        scale: float32 [N, 1], or [1, 1] for all rows.
-    """
-
-    codes: Tensor
-    scale: Tensor
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A weight stored in the blocks of a GGUF file.
-
-    Attributes:
-        data: uint8 [N, bytes of a row].
-        form: format of the blocks, one of ``FORMATS``.
-    """
-
-    data: Tensor
-    form: str
-
-
-Stored = Tensor | FP8Weight | Blocks
+Stored = Tensor | QuantisedRows
 
 
 def dense(stored: Stored) -> Tensor:
     """The weight as plain numbers, in float32 if it was quantised."""
-    if isinstance(stored, Blocks):
-        numbers: Tensor = _dequantise()(stored.data, stored.form)
-        return numbers
-    return stored if isinstance(stored, Tensor) else stored.codes.float() * stored.scale
+    if isinstance(stored, Tensor):
+        return stored
+    numbers: Tensor = _dequantise(stored.tensors[0].device.type).function(stored)
+    return numbers
 
 
 @cache
-def _dequantise() -> Callable[..., Tensor]:
-    """On the CPU, where weights are read, whatever an engine runs on."""
-    return choose("dequantise_blocks", "cpu").function
+def _dequantise(device: str) -> Choice:
+    return choose("dequantise_rows", device)
 
 
 @torch.no_grad()
-def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
-    """Writes rows [N, K] of a projection and their scales [N, 1]: codes unchanged, other numbers quantised per row."""
-    if isinstance(stored, FP8Weight):
-        weight.copy_(stored.codes)
-        scale.copy_(stored.scale)
+def fill_plain(parameter: Tensor, stored: Stored) -> None:
+    """Writes a weight's numbers, on the parameter's device, in its dtype."""
+    if isinstance(stored, Tensor):
+        parameter.copy_(stored)
         return
-    numbers = dense(stored)
-    for start in range(0, len(numbers), ROWS_AT_ONCE):
-        run = slice(start, start + ROWS_AT_ONCE)
-        codes, scales = quantise_tokens(numbers[run].to(weight.device))
-        weight[run].copy_(codes)
-        scale[run].copy_(scales)
+    for rows, tile in stored.tiles(NUMBERS_AT_ONCE):
+        parameter[rows].copy_(dense(tile.to(parameter.device)))
+
+
+@torch.no_grad()
+def fill_fp8(weight: Tensor, scale: Tensor, stored: Stored) -> None:
+    """Writes rows [N, K] of a projection and their scales [N, 1]: codes unchanged that have one scale a row, other
+    numbers quantised per row."""
+    if isinstance(stored, QuantisedRows) and stored.form == FP8_ROWS:
+        weight.copy_(stored.tensors[0])
+        scale.copy_(stored.tensors[1])
+        return
+    step = max(1, NUMBERS_AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        part = stored[rows].to(weight.device)
+        codes, scales = quantise_tokens(dense(part))
+        weight[rows].copy_(codes)
+        scale[rows].copy_(scales)

@@ -24,7 +24,8 @@ class ModelConfig:
         sliding_window: tokens that a query sees where the model was trained with a window and does not say in which
             layers, else None. Sequences up to the window are exact, so ``max_position`` never exceeds it.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
-        quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
+        quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
+            are stored.
         eos_token_ids: tokens that each end a generation.
         bos_token_id: token that starts a sequence, where the model has one.
     """

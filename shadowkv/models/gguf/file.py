@@ -14,9 +14,10 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
-from shadowkv.models.checkpoints.stored_weight import Blocks, Stored
+from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.models.gguf.header import TensorEntry, read_header
-from shadowkv.ops.dequantise_blocks.reference import FORMATS
+from shadowkv.ops.quantised.blocks import BLOCKS, BlockForm
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 T = TypeVar("T")
 
@@ -84,10 +85,10 @@ class GGUFFile:
             raise ModelFileError(self.path, f"the tensor {name} is missing")
         return self._header.tensors[name].shape
 
-    def form(self, name: str) -> str | None:
-        """Format of the blocks that a matrix is ``stored`` in, None if ``stored`` gives plain numbers."""
+    def form(self, name: str) -> BlockForm | None:
+        """Form of the blocks that a matrix is ``stored`` in, None if ``stored`` gives plain numbers."""
         kind = self._header.tensors[name].kind.name
-        return kind if kind in FORMATS and len(self.shape(name)) == 2 else None
+        return BLOCKS.get(kind) if len(self.shape(name)) == 2 else None
 
     def stored(self, name: str) -> Stored:
         """A tensor in its blocks if it has a ``form``, otherwise as ``tensor``; a copy. Raises as that does."""
@@ -95,7 +96,7 @@ class GGUFFile:
         if form is None:
             weight: Stored = self.tensor(name)
         else:
-            weight = Blocks(torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()), form)
+            weight = QuantisedRows((torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()),), form)
         if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
             start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError
-from shadowkv.models.checkpoints.stored_weight import Blocks, Stored
+from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _TOP = {
@@ -49,8 +49,8 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def gguf_forms(file: GGUFFile) -> dict[str, str]:
-    """Formats of the weights that are read in blocks, by name."""
+def gguf_forms(file: GGUFFile) -> dict[str, Form]:
+    """Forms of the weights that are read in blocks, by name."""
     forms = {name: file.form(name) for name in file.names}
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
@@ -84,9 +84,8 @@ def _hf_name(name: str, architecture: str) -> str:
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
     """Undoes the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
-    if isinstance(stored, Blocks):
-        return replace(stored, data=_in_halves(stored.data, heads))
-    assert isinstance(stored, Tensor)
+    if isinstance(stored, QuantisedRows):
+        return QuantisedRows(tuple(_in_halves(tensor, heads) for tensor in stored.tensors), stored.form)
     return _in_halves(stored, heads)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,11 @@ class Projection:
     """y = x Wᵀ + b.
 
     Attributes:
-        runs: of rows of W [N, K], in order, each with the format of its blocks, one of ``FORMATS``
-            (``dequantise_blocks``): uint8 [rows, bytes] in blocks, or [rows, K] with None.
+        runs: of rows of W [N, K], in order, plain numbers [rows, K] or quantised ones.
         bias: [N]; None for none.
     """
 
-    runs: tuple[tuple[Tensor, str | None], ...]
+    runs: tuple[Tensor | QuantisedRows, ...]
     bias: Tensor | None = None
 
 
@@ -59,8 +59,8 @@ class Layers:
 
     Attributes:
         vectors, matrices, forms, runs, k_pages, v_pages: the same in lists, as kernels take them: of each layer 8 norms
-            and biases or None, and of each of its 4 projections the runs of rows, with their formats, "" for floats,
-            and their number.
+            and biases or None, and of each of its 4 projections the runs of rows, which are floats, with the form "",
+            or in a GGUF file's blocks, and their number.
     """
 
     def __init__(self, layers: Sequence[Layer], eps: float, rotary: RotaryTables) -> None:
@@ -71,8 +71,9 @@ class Layers:
             self.vectors += (x.post_attention_norm, x.mlp_norm, x.post_mlp_norm)
         projections = [projection for x in self.layers for projection in (x.qkv, x.out, x.gate_up, x.down)]
         self.runs = [len(projection.runs) for projection in projections]
-        self.matrices = [matrix for projection in projections for matrix, _ in projection.runs]
-        self.forms = [form or "" for projection in projections for _, form in projection.runs]
+        runs = [run for projection in projections for run in projection.runs]
+        self.matrices = [run.tensors[0] if isinstance(run, QuantisedRows) else run for run in runs]
+        self.forms = [run.form.name if isinstance(run, QuantisedRows) else "" for run in runs]
         self.k_pages, self.v_pages = [x.k_pages for x in self.layers], [x.v_pages for x in self.layers]
 
     def __iter__(self) -> Iterator[Layer]:

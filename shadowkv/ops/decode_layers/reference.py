@@ -10,6 +10,7 @@ from shadowkv.ops.append_tokens.reference import append_tokens
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
 from shadowkv.ops.paged_attention.reference import paged_attention
+from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import quantised_matmul
 from shadowkv.ops.rms_norm.reference import rms_norm
 from shadowkv.ops.silu_mul.reference import silu_mul
@@ -64,6 +65,6 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _project(x: Tensor, by: Projection) -> Tensor:
-    parts = [F.linear(x, rows) if form is None else quantised_matmul(x, rows, form) for rows, form in by.runs]
+    parts = [quantised_matmul(x, run) if isinstance(run, QuantisedRows) else F.linear(x, run) for run in by.runs]
     product = torch.cat(parts, -1)
     return product if by.bias is None else product + by.bias

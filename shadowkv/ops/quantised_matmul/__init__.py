@@ -1,1 +1,1 @@
-"""Matrix products with rows of quantised blocks, kept as stored in GGUF files."""
+"""Matrix products with rows of quantised numbers, kept as the files of a model store them."""

@@ -1,12 +1,15 @@
-"""Products with quantised rows in C++, without a copy of the rows for few tokens: ``csrc/cpu/quantised_matmul/``."""
+"""Products with rows in a GGUF file's blocks in C++, without a copy of the rows for few tokens:
+``csrc/cpu/quantised_matmul/``; those in other forms as the reference has them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shadowkv.ops.dequantise_blocks.cpu import dequantise_blocks
+from shadowkv.ops.dequantise_rows.cpu import dequantise_rows
 from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.quantised.blocks import BlockForm
+from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
 __all__ = ["missing", "quantised_matmul"]
@@ -19,9 +22,10 @@ Zen 4 core)."""
 MOST_FUSED_OTHERS = 96
 
 
-def quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
-    """Same as the reference; few tokens are multiplied in float32, with weights that are never rounded."""
-    if len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
-        product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, form)
+def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
+    """Same as the reference; of few tokens and blocks in float32, with weights that are never rounded."""
+    if isinstance(weight.form, BlockForm) and len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
+        (blocks,) = weight.tensors
+        product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)
         return product.to(x.dtype)
-    return multiply_tiles(x, blocks, form, dequantise_blocks)
+    return multiply_tiles(x, weight, dequantise_rows)

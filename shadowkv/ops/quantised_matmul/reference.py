@@ -1,4 +1,4 @@
-"""Products with quantised rows in PyTorch, which dequantises one tile of rows at a time."""
+"""Products with rows of quantised numbers in PyTorch, which dequantises one tile of rows at a time."""
 
 from __future__ import annotations
 
@@ -7,39 +7,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shadowkv.ops.dequantise_blocks.reference import columns_of, dequantise_blocks
+from shadowkv.ops.dequantise_rows.reference import dequantise_rows
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 TILE = 2**20
 """Numbers dequantised at a time: 4 MiB stay in cache, and the product with them is large enough."""
 
 
-def quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
-    """x Wᵀ, where W are the numbers of quantised blocks.
+def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
+    """x Wᵀ, where W are rows of quantised numbers.
 
     Args:
         x: [T, K], any float dtype.
-        blocks: uint8 [N, B], rows of blocks with K numbers in total.
-        form: format of the blocks, one of ``FORMATS`` (``dequantise_blocks``).
+        weight: rows [N, K] in any form.
 
     Returns:
         [T, N] in the dtype of ``x``, to which W is converted for the product too.
 
-    Raises ValueError if rows are not whole blocks, or do not have K numbers.
+    Raises ValueError if the tensors of ``weight`` do not fit its form, or do not have K numbers a row.
     """
-    return multiply_tiles(x, blocks, form, dequantise_blocks)
+    return multiply_tiles(x, weight, dequantise_rows)
 
 
-def multiply_tiles(x: Tensor, blocks: Tensor, form: str, dequantise: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Same as ``quantised_matmul``, with any backend's ``dequantise_blocks``.
+def multiply_tiles(x: Tensor, weight: QuantisedRows, dequantise: Callable[[QuantisedRows], Tensor]) -> Tensor:
+    """Same as ``quantised_matmul``, with any backend's ``dequantise_rows``.
 
     Raises:
-        ValueError: rows are not whole blocks, or do not have K numbers.
+        ValueError: the tensors of ``weight`` do not fit its form, or do not have K numbers a row.
     """
-    columns = columns_of(blocks, form)
-    if columns != x.shape[1]:
-        raise ValueError(f"x has shape {tuple(x.shape)}, rows of blocks have {columns} numbers")
-    out, rows = x.new_empty(len(x), len(blocks)), max(1, TILE // max(1, columns))
-    for start in range(0, len(blocks), rows):
-        weight = dequantise(blocks[start : start + rows], form).to(x.dtype)
-        torch.mm(x, weight.T, out=out[:, start : start + rows])
+    if weight.columns != x.shape[1]:
+        raise ValueError(f"x has shape {tuple(x.shape)}, rows of {weight.form.name} have {weight.columns} numbers")
+    out = x.new_empty(len(x), len(weight))
+    for rows, tile in weight.tiles(TILE):
+        torch.mm(x, dequantise(tile).to(x.dtype).T, out=out[:, rows])
     return out

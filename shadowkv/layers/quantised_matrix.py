@@ -1,17 +1,18 @@
-"""Matrices and projections in a GGUF file's blocks of quantised numbers, in runs of rows that may differ in format."""
+"""Matrices and projections of quantised numbers, as files store them, in runs of rows that may differ in form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.layers.computing import Computing
-from shadowkv.ops.dequantise_blocks.reference import FORMATS
+from shadowkv.ops.quantised.rows import Form, QuantisedRows, empty_rows
 
 
 @dataclass(frozen=True)
@@ -20,74 +21,88 @@ class Run:
 
     Attributes:
         rows: their number.
-        form: format of their blocks, one of ``FORMATS``; None for plain numbers.
+        form: that of quantised numbers; None for plain ones.
     """
 
     rows: int
-    form: str | None
+    form: Form | None
 
 
-class BlockMatrix(Computing):
-    """W [N, K], which stays in blocks. Its rows are uninitialised until a loader fills them.
+class QuantisedMatrix(Computing):
+    """W [N, K], which stays quantised. Its rows are uninitialised until a loader fills them.
 
     Args:
-        columns: K, whole blocks of every run.
-        runs: of all rows, in order; neighbours with the same format are merged.
+        columns: K.
+        runs: of all rows, in order; neighbours with the same form are merged.
         dtype: of rows that are plain numbers, and of those that are looked up.
 
     Attributes:
-        parts: one per run, uint8 [rows, bytes] in blocks or [rows, K].
+        parts: the tensors of each run, one after the other: those of its form, or one [rows, K].
     """
 
-    calls = ("dequantise_blocks", "quantised_matmul")
+    PARTS: ClassVar[str] = ".parts."
+    """In names of parameters of such a matrix."""
+
+    calls = ("dequantise_rows", "quantised_matmul")
 
     def __init__(self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         grouped = groupby(runs, lambda run: run.form)
         self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
         self.columns, self.dtype = columns, dtype
-        self.parts = nn.ParameterList(self._empty(run, device) for run in self.runs)
+        self._counts = [1 if run.form is None else len(run.form.layout(columns)) for run in self.runs]
+        self.parts = nn.ParameterList(
+            nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
+        )
 
-    def _empty(self, run: Run, device: torch.device) -> nn.Parameter:
-        width, dtype = self.columns, self.dtype
+    def _empty(self, run: Run, device: torch.device) -> tuple[Tensor, ...]:
         if run.form is not None:
-            width, dtype = width // FORMATS[run.form].values * FORMATS[run.form].bytes, torch.uint8
-        return nn.Parameter(torch.empty(run.rows, width, dtype=dtype, device=device), requires_grad=False)
+            return empty_rows(run.form, run.rows, self.columns, device)
+        return (torch.empty(run.rows, self.columns, dtype=self.dtype, device=device),)
 
     @property
     def num_values(self) -> int:
         """N x K."""
-        return self.columns * sum(run.rows for run in self.runs)
+        return self.columns * self.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return sum(run.rows for run in self.runs)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def stored(self, start: int, stop: int) -> Iterator[tuple[Tensor, str | None]]:
-        """Rows ``start`` to ``stop`` as they are stored, and their format, run by run."""
-        for part, run in zip(self.parts, self.runs, strict=True):
+    def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
+        """Rows ``start`` to ``stop`` as they are stored, run by run: views."""
+        tensors = iter(self.parts)
+        for run, count in zip(self.runs, self._counts, strict=True):
+            parts = tuple(next(tensors) for _ in range(count))
             if start < min(stop, run.rows):
-                yield part[start:stop], run.form
+                if start > 0 or stop < run.rows:
+                    parts = tuple(part[start:stop] for part in parts)
+                yield parts[0] if run.form is None else QuantisedRows(parts, run.form)
             start, stop = max(0, start - run.rows), stop - run.rows
 
     def forward(self, x: Tensor, start: int, stop: int) -> Tensor:
         """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
-            F.linear(x, rows) if form is None else self.ops.quantised_matmul(x, rows, form)
-            for rows, form in self.stored(start, stop)
+            self.ops.quantised_matmul(x, rows) if isinstance(rows, QuantisedRows) else F.linear(x, rows)
+            for rows in self.stored(start, stop)
         ]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def look_up(self, index: Tensor) -> Tensor:
         """Rows int64 [T] of a matrix of one run -> [T, K]."""
-        (part,), (run,) = self.parts, self.runs
-        rows = part[index]
-        return rows if run.form is None else self.ops.dequantise_blocks(rows, run.form).to(self.dtype)
+        (rows,) = self.stored(0, self.runs[0].rows)
+        found = rows[index]
+        return self.ops.dequantise_rows(found).to(self.dtype) if isinstance(found, QuantisedRows) else found
 
 
-class BlockLinear(nn.Module):
-    """y = x Wᵀ + b over packed tokens, with W in blocks. The weights are uninitialised until a loader fills them."""
+class QuantisedLinear(nn.Module):
+    """y = x Wᵀ + b over packed tokens, with W quantised. The weights are uninitialised until a loader fills them."""
 
     bias: nn.Parameter | None
 
@@ -103,7 +118,7 @@ class BlockLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        self.weight = BlockMatrix(in_features, runs, dtype=dtype, device=device)
+        self.weight = QuantisedMatrix(in_features, runs, dtype=dtype, device=device)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         else:

@@ -1,0 +1,1 @@
+"""Quantised checkpoints: one file for each format, which reads it into the forms that matrices have here."""

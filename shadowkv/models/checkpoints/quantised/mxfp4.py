@@ -1,0 +1,51 @@
+"""MXFP4 of gpt-oss (``integrations/mxfp4.py`` in transformers): experts' weights as ``NAME_blocks``, uint8
+[E, N, K / 32, 16], and ``NAME_scales``, uint8 [E, N, K / 32], exponents of two plus 127."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shadowkv.models.checkpoints.quantised.format import Entry, Found, Read, expect, need
+from shadowkv.models.checkpoints.quantised.fp4 import MXFP4, fp4_rows
+from shadowkv.models.checkpoints.quantised.names import list_of_names
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class MXFP4Experts:
+    """The format of a config."""
+
+    method = "mxfp4"
+    dtypes = ("U8",)
+
+    def __init__(self, stated: Mapping[str, Any]) -> None:
+        list_of_names(stated.get("modules_to_not_convert"), "modules_to_not_convert")
+
+    def find(self, module: str, entries: Mapping[str, Entry], read: Read) -> Mapping[str, Found]:
+        """As ``Format.find``: the numbers of ``NAME_blocks`` are called ``NAME``."""
+        found = {}
+        for name in entries:
+            if not name.endswith(_BLOCKS):
+                continue
+            weight = name.removesuffix(_BLOCKS)
+            blocks, scales = need(entries, name, weight + _SCALES)
+            if len(blocks.shape) != 4:
+                raise ValueError(f"{name} is {blocks}, not of four dimensions")
+            experts, rows, groups, _ = blocks.shape
+            expect(name, blocks, (experts, rows, groups, 16), "U8")
+            expect(weight + _SCALES, scales, (experts, rows, groups), "U8")
+            found[weight] = Found((experts, rows, 32 * groups), MXFP4, (name, weight + _SCALES))
+        return found
+
+    def read(self, weight: Found, tensors: Mapping[str, Tensor]) -> QuantisedRows:
+        """As ``Format.read``: rows of all experts, one after the other."""
+        blocks, scales = (tensors[name] for name in weight.parts)
+        return fp4_rows(MXFP4, blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1))
+
+    def planned(self, module: str) -> Form | None:
+        """As ``Format.planned``: projections are plain numbers, and only experts are not."""
+        return None

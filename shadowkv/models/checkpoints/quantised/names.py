@@ -1,0 +1,50 @@
+"""Which modules a config means: by names, parts of them, patterns with ``*``, or regular expressions after ``re:``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+MOST_REPEATS, MOST_CHARACTERS = 6, 300
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a pattern means a module, or something that it is in; raises ValueError for a bad regular expression.
+
+    Args:
+        module: its name, ``model.layers.0.self_attn.q_proj``.
+        pattern: after ``re:`` a regular expression for how the name begins, as compressed-tensors has it; with ``*``
+            the whole name, as modelopt has it; otherwise the name, or whole parts of it, ``self_attn`` or ``layers.0``.
+    """
+    if pattern.startswith("re:"):
+        return _compiled(pattern[3:]).match(module) is not None
+    if "*" in pattern:
+        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+    return f".{pattern}." in f".{module}."
+
+
+def any_matches(module: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns ``matches``."""
+    return any(matches(module, pattern) for pattern in patterns)
+
+
+def list_of_names(value: object, name: str) -> tuple[str, ...]:
+    """A config's list of patterns; raises ValueError if it is something else."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) and len(item) <= MOST_CHARACTERS for item in value):
+        raise ValueError(f"{name}={str(value)[:60]} is not a list of names")
+    return tuple(value)
+
+
+def _compiled(expression: str) -> re.Pattern[str]:
+    """Files may be malicious: what can take long on a name of 60 characters is refused."""
+    repeats = sum(expression.count(mark) for mark in "*+{")
+    if _REPEATED_GROUP.search(expression) or repeats > MOST_REPEATS:
+        raise ValueError(f"the regular expression {expression!r} repeats too much to be matched safely")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{expression!r} is not a regular expression: {error}") from error

@@ -1,0 +1,43 @@
+"""Codes in int32 words, as quantised checkpoints pack them, and in bytes, as ``GroupForm`` has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Codes along rows: int32 [N, W], the first code in the lowest bits -> uint8 [N, W * 32 / bits], of 4 or 8 bits."""
+    packed = words.contiguous().view(torch.uint8)
+    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 [N, K], of 4 or 8 bits -> bytes, uint8 [N, K * bits / 8], the first code in the lower half."""
+    codes = codes.contiguous()
+    return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor, bits: int) -> Tensor:
+    """Plain numbers of columns whose groups are in any order, as quantising by activations makes them.
+
+    Args:
+        codes: uint8 [N, K].
+        zeros: uint8 [N, G]; None for the middle of the codes.
+        scales: [N, G].
+        groups: of each column, [K].
+
+    Returns:
+        float32 [N, K]. Raises ValueError for a group that is not there.
+    """
+    groups = groups.long()
+    if groups.min() < 0 or groups.max() >= scales.shape[1]:
+        raise ValueError(f"it has groups {groups.min()} to {groups.max()}, and {scales.shape[1]} scales")
+    middle = 1 << (bits - 1)
+    zero = middle if zeros is None else zeros.float()[:, groups]
+    return (codes.float() - zero) * scales.float()[:, groups]
+
+
+def in_order(groups: Tensor, size: int) -> bool:
+    """Whether columns with these groups, [K], are in groups of ``size``, one after the other."""
+    return torch.equal(groups.long(), torch.arange(len(groups)) // size)

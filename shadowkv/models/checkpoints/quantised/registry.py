@@ -1,0 +1,44 @@
+"""Formats of quantised checkpoints by their config's ``quant_method``; a format's module is imported on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+
+from shadowkv.models.checkpoints.quantised.format import Format
+from shadowkv.models.checkpoints.quantised.fp4 import MXFP4, NVFP4
+from shadowkv.ops.quantised.groups import GroupForm
+from shadowkv.ops.quantised.rows import Form
+
+FORMATS = {
+    "awq": ("awq", "AWQ"),
+    "gptq": ("gptq", "GPTQ"),
+    "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
+    "fp8": ("fp8", "FP8"),
+    "fbgemm_fp8": ("fp8", "FP8"),
+    "modelopt": ("modelopt", "ModelOpt"),
+    "mxfp4": ("mxfp4", "MXFP4Experts"),
+}
+"""quant_method -> module of this folder, and its class. A new format is one module and one line here."""
+
+SHAPES: dict[str, Form] = {
+    "fp8-block": GroupForm("e4m3", 128, torch.float32),
+    "awq": GroupForm("int4", 128, torch.float16, zeros=True),
+    "gptq": GroupForm("int4", 128, torch.float16),
+    "int8": GroupForm("int8", None, torch.bfloat16),
+    "nvfp4": NVFP4,
+    "mxfp4": MXFP4,
+}
+"""Forms of projections without files, by the names of ``load_settings.SHAPES_IN``: as most checkpoints have them."""
+
+
+def format_of(method: str, stated: Mapping[str, Any]) -> Format:
+    """The format of a config; raises ValueError with the reason why there is none that reads it."""
+    if method not in FORMATS:
+        raise ValueError(f"formats that load are {', '.join(FORMATS)}")
+    module, name = FORMATS[method]
+    made = getattr(import_module(f"shadowkv.models.checkpoints.quantised.{module}"), name)
+    return cast(Format, made({**stated, "quant_method": method}))

@@ -1,0 +1,88 @@
+"""The weights of a directory in a format of quantised checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from shadowkv.models.checkpoints.files import ModelFileError, in_words, naming
+from shadowkv.models.checkpoints.quantised.format import Entry, Format, Found
+from shadowkv.models.checkpoints.safetensors_weights import DTYPES, SafetensorsWeights
+from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.ops.quantised.rows import Form
+
+UNUSED = ("input_scale", "input_scale_ub", "input_global_scale", "output_scale", "activation_scale")
+"""Static scales of activations, which have dynamic ones here where they are quantised."""
+
+OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
+"""Scales of keys and values, which a cache policy stores in its own way."""
+
+
+class QuantisedWeights:
+    """The weights of a directory.
+
+    Which of them are quantised the files say: what a config lists as not converted is stored as plain numbers.
+
+    Attributes:
+        shapes: of every weight's numbers, by its name in an unquantised checkpoint.
+        forms: those that weights are read in, by name.
+        scattered: names of weights that are read as plain numbers, since their columns' groups are in any order.
+        of_caches: names of tensors of ``OF_CACHES``, which are not used.
+
+    Raises as ``SafetensorsWeights`` does, and ModelFileError where tensors are missing or do not fit.
+    """
+
+    def __init__(self, directory: Path, format: Format) -> None:
+        self._directory, self._format = directory, format
+        self._files = SafetensorsWeights(directory, (*DTYPES, *format.dtypes))
+        modules: dict[str, dict[str, Entry]] = {}
+        for name, shape in self._files.shapes.items():
+            module, _, last = name.rpartition(".")
+            modules.setdefault(module, {})[last] = Entry(shape, self._files.dtypes[name])
+        self._found: dict[str, Found] = {}
+        problems, parts = [], set()
+        for module, entries in sorted(modules.items()):
+            try:
+                found = format.find(module, entries, partial(self._read, module))
+            except ValueError as error:
+                problems.append(str(error) if module in str(error) else f"{module}: {error}")
+                continue
+            for last, weight in found.items():
+                self._found[f"{module}.{last}"] = weight
+                parts |= {f"{module}.{part}" for part in weight.parts}
+        self.of_caches = [name for name in self._files.shapes if name.rpartition(".")[2] in OF_CACHES]
+        aside = {name for name in self._files.shapes if name.rpartition(".")[2] in UNUSED}.union(parts, self.of_caches)
+        plain = {name: shape for name, shape in self._files.shapes.items() if name not in aside}
+        for name in plain:
+            if self._files.dtypes[name] not in DTYPES:
+                problems.append(f"{name} is {self._files.dtypes[name]}, and not part of a weight in {format.method}")
+        if problems:
+            raise ModelFileError(directory, in_words(problems))
+        self.shapes = plain | {name: found.shape for name, found in self._found.items()}
+        self.forms: dict[str, Form] = {
+            name: found.form for name, found in self._found.items() if found.form is not None
+        }
+        self.scattered = [name for name, found in self._found.items() if found.form is None]
+
+    def _read(self, module: str, last: str) -> Tensor:
+        return self._files.read(f"{module}.{last}")
+
+    def stream(self) -> Iterator[tuple[str, Stored]]:
+        """Name and CPU weight, read one at a time; raises ModelFileError where numbers do not fit the format."""
+        with self._files.opened() as read:
+            for name in self.shapes:
+                if (found := self._found.get(name)) is None:
+                    yield name, read(name)
+                    continue
+                module, tensors = name.rpartition(".")[0], dict[str, Tensor]()
+                for part in found.parts:
+                    tensors[part] = read(f"{module}.{part}")
+                with naming(self._directory):
+                    try:
+                        weight = self._format.read(found, tensors)
+                    except ValueError as error:
+                        raise ValueError(f"{name}: {error}") from error
+                yield name, weight

@@ -1,0 +1,100 @@
+"""How a model's weights are stored: as files have them and plans say, what of it stays so, and what users are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from shadowkv.layers.quantised_matrix import Run
+from shadowkv.models.checkpoints.quantised.format import Format
+from shadowkv.models.checkpoints.quantised.registry import SHAPES
+from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.families.registry import family
+from shadowkv.models.filling import stored_runs
+from shadowkv.models.sharding import Shard
+from shadowkv.ops.quantised.groups import GroupForm
+from shadowkv.ops.quantised.rows import Form, row_bytes
+from shadowkv.ops.registry import choose
+from shadowkv.wording import GIB, SettingsError, counted
+
+Forms = Mapping[str, Form]
+"""Of quantised weights, by name."""
+
+
+def keeps(form: Form, device: torch.device) -> bool:
+    """Whether weights stay in a form: on CPUs, those in a GGUF file's blocks where there are products for them in C++.
+
+    On a GPU nothing multiplies them yet, and they are dequantised as they load.
+    """
+    if device.type != "cpu":
+        return False
+    return isinstance(form, GroupForm) or choose("quantised_matmul", device).backend != "reference"
+
+
+def is_fp8(forms: Forms) -> bool:
+    """Whether all quantised weights are 8-bit floats."""
+    return bool(forms) and all(isinstance(form, GroupForm) and form.element == "e4m3" for form in forms.values())
+
+
+def projections(config: ModelConfig) -> list[str]:
+    """Names of the weights of projections."""
+    return [name for name in family(config.architecture).targets(config) if name.endswith("_proj.weight")]
+
+
+def check_stated(quantization: str | None, method: str | None, source: str) -> None:
+    """Raises SettingsError where files are not quantised with the method that the user names.
+
+    Args:
+        method: theirs; None if they have none.
+    """
+    if quantization not in (None, "fp8", method):
+        what = "are not quantised" if method is None else f"are in {method}"
+        reason = f"quantization={quantization!r}: the files of {source} {what}, and stay so; leave it out"
+        raise SettingsError(reason, ["quantization"])
+
+
+def planned_forms(config: ModelConfig, format: Format | None, quantization: str | None) -> dict[str, Form]:
+    """Forms of weights, by name, as far as a config says, or as ``quantization`` names them for plain ones."""
+    if format is None:
+        return dict.fromkeys(projections(config), SHAPES[quantization]) if quantization in SHAPES else {}
+    check_stated(quantization, format.method, "the model")
+    head = [] if config.tie_word_embeddings else ["lm_head.weight"]
+    planned = {name: format.planned(name.removesuffix(".weight")) for name in (*projections(config), *head)}
+    return {name: form for name, form in planned.items() if form is not None}
+
+
+def planned_runs(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[Run, ...]]:
+    """How a shard's parameters are stored where files, or random weights, have them in ``forms``."""
+    outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
+    return stored_runs(outline, targets, forms, shard)
+
+
+def dequantised(
+    forms: Forms, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """A line that says which weights are dequantised as they load, and what that takes."""
+    if not forms:
+        return []
+    stored = sum(prod(shapes[name][:-1]) * row_bytes(form, shapes[name][-1]) for name, form in forms.items())
+    plain = sum(prod(shapes[name]) for name in forms) * dtype.itemsize
+    names = " and ".join(sorted({form.name for form in forms.values()}))
+    sizes = f"{plain / GIB:.2f} GiB instead of {stored / GIB:.2f}"
+    return [
+        f"{counted(len(forms), 'weight')} in {names} are dequantised to {str(dtype).removeprefix('torch.')}, {sizes}: "
+        f"on {device} nothing multiplies them as they are"
+    ]
+
+
+def in_fp8(forms: Forms, names: Sequence[str]) -> list[str]:
+    """What of the weights ``names``, which are in 8-bit floats here, is not as quantised files have it, a line each."""
+    lines, plain = [], [name for name in names if name not in forms]
+    if plain:
+        lines.append(f"{len(plain)} weights that the files have unquantised are quantised too: {plain[0]}, ...")
+    others = sorted({forms[name].name for name in names if forms.get(name, FP8_ROWS) != FP8_ROWS})
+    if others:
+        lines.append(f"weights in {' and '.join(others)} became 8-bit floats with one scale a row")
+    return lines

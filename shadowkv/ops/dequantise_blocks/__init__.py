@@ -1,1 +1,0 @@
-"""Rows of quantised numbers in the blocks of GGUF files, as float32."""
