@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from shadowkv.serve.http.connections import ConnectionConfig
+from shadowkv.serve.http.connections import Connection, ConnectionConfig
 from shadowkv.wording import counted
 
 Stop = Callable[[], Awaitable[object]]
@@ -94,6 +94,7 @@ class Server(uvicorn.Server):
         # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
         await asyncio.gather(*(stop() for stop in self._stops))
         for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)  # the only kind that ConnectionConfig makes
             connection.cut_short()
         await super().shutdown(sockets)
 
