@@ -4,9 +4,12 @@ kept over a restart, and whose it is."""
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import shutil
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -256,6 +259,82 @@ def test_a_full_store_says_so():
         batch = begin(client, jsonl(*(line(f"{n}{long[:300]}", "a") for n in range(40))))
         failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
         assert failed.errors.data[0].code == "storage_full"
+
+
+def test_answers_that_do_not_fit_beside_files_leave_nothing_behind(tmp_path):
+    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+        beside = upload(client, b"x" * 2**15)
+        batch = begin(client, jsonl(*(line(str(number), "a") for number in range(60))))
+        failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
+        assert failed.errors.data[0].code == "storage_full" and failed.output_file_id is None
+        kept = {beside.id, batch.input_file_id}
+        assert {one.id for one in client.files.list()} == kept
+        assert {path.name for path in tmp_path.glob("files/*/*")} == kept
+        assert not [*tmp_path.glob("files/new-*"), *tmp_path.glob("batches/*")]
+        # Nothing else is counted either: there is room for as much as before, but for the batch's record.
+        left = 2**16 - beside.bytes - batch_bytes(client, batch) - 3 * 2**12
+        assert upload(client, b"y" * left)
+
+
+def batch_bytes(client, batch):
+    return client.files.retrieve(batch.input_file_id).bytes
+
+
+def test_answers_count_while_a_batch_runs_and_once_when_they_are_there(tmp_path):
+    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+        batch = begin(client, jsonl(*(line(str(number), "a") for number in range(30)), line("z", "HANG")))
+        while client.batches.retrieve(batch.id).request_counts.completed < 30:
+            time.sleep(0.05)
+        (answers,) = tmp_path.glob("batches/*/answers.jsonl.partial")
+        written, requests = answers.stat().st_size, batch_bytes(client, batch)
+        assert written > 2**14
+        beside = 2**16 - requests - written - 2**13
+        with pytest.raises(openai.BadRequestError, match="--storage-mib"):
+            upload(client, b"x" * (beside + 2**12))
+        upload(client, b"x" * (beside - 2**12))  # which leaves no room for the answers once more
+        client.batches.cancel(batch.id)
+        done = ended(lambda: client.batches.retrieve(batch.id), "cancelled")
+        assert len(records(client, done.output_file_id)) == 30
+        assert not [*tmp_path.glob("files/new-*"), *tmp_path.glob("batches/*")]
+
+
+def test_results_that_do_not_fit_leave_nothing_behind(tmp_path):
+    with (
+        serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url,
+        openai_client(url) as files,
+        anthropic_client(url) as client,
+    ):
+        upload(files, b"x" * 2**15)
+        params = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": "Hi"}]}
+        requests = [{"custom_id": str(number), "params": params} for number in range(60)]
+        batch = client.messages.batches.create(requests=requests)
+        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        with pytest.raises(anthropic.BadRequestError, match="--storage-mib"):
+            client.messages.batches.results(batch.id)
+        assert not [*tmp_path.glob("batches/*")]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "/secret")
+
+
+def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with serving(storage_dir=str(tmp_path)) as url, openai_client(url) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            upload(client, b"x")
+        assert caught.value.status_code == 503 and caught.value.code == "storage_failed"
+        assert "secret" not in str(caught.value) and not [*tmp_path.glob("files/*")]
+
+
+def test_a_full_disk_keeps_no_batch_of_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with serving(storage_dir=str(tmp_path)) as url, anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        with pytest.raises(anthropic.InternalServerError) as caught:
+            client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+        assert caught.value.status_code == 503
+        assert "secret" not in str(caught.value) and not [*tmp_path.glob("batches/*")]
 
 
 def test_a_server_that_keeps_nothing_says_so():

@@ -18,7 +18,7 @@ from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import Record, Store, storage_failed
 
 URL = "/v1/files"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -83,6 +83,8 @@ def file_routes(settings: ServerSettings, store: Store) -> APIRouter:
             form = await request.form(max_files=1, max_fields=FIELDS)
         except MultiPartException as error:
             raise ApiError(f"the form cannot be read: {error.message}") from error
+        except OSError as error:  # long files are written down while they are read
+            raise storage_failed(error) from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str) or not purpose:
@@ -130,13 +132,10 @@ def _check_origin(request: Request, settings: ServerSettings) -> None:
 
 
 def _keep(store: Store, owner: str, file: UploadFile, name: str, purpose: str) -> Record:
-    path = store.new_file()
-    try:
+    with store.new_file() as path:
         with path.open("wb") as target:
             shutil.copyfileobj(file.file, target)
         return store.add_file(owner, path, name, purpose)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _shown(record: Record) -> dict[str, Any]:
