@@ -106,14 +106,27 @@ def test_each_key_has_its_own(engine):
     send.app.state.store.close()
 
 
-def test_a_request_id_of_another_key_replaces_nothing(engine):
-    send = client_of(engine, api_key=("a", "b"))
-    for key, text in (("a", "Rome?"), ("b", "Oslo?")):
-        headers = {"X-Request-Id": "same", "Authorization": f"Bearer {key}"}
-        assert send("POST", URL, json={"input": text}, headers=headers).json()["id"] == "resp-same"
-    assert send("GET", f"{URL}/resp-same/input_items", "a").json()["data"][0]["content"] == "Rome?"
-    send.app.state.bodies.close()
-    send.app.state.store.close()
+def test_a_request_id_that_is_sent_again_replaces_nothing(send):
+    headers, ids = {"X-Request-Id": "same"}, []
+    for text in ("Rome?", "Oslo?"):
+        answer = send("POST", URL, json={"input": text}, headers=headers)
+        assert answer.headers["X-Request-Id"] == "same"
+        ids.append(answer.json()["id"])
+    for id, text in zip(ids, ("Rome?", "Oslo?"), strict=True):
+        assert send("GET", f"{URL}/{id}/input_items").json()["data"][0]["content"] == text
+    answer = send("POST", URL, json={"input": "Hi", "store": False}, headers=headers)
+    assert answer.json()["id"] == "resp-same"
+
+
+def test_a_conversation_whose_beginning_is_gone_says_which_response_it_lacks(send):
+    first = ask(send, "Rome?").json()["id"]
+    second = ask(send, "Oslo?", previous_response_id=first).json()["id"]
+    send("DELETE", f"{URL}/{first}")
+    error = error_of(ask(send, previous_response_id=second), 404)
+    assert error["message"].startswith(f"response {second!r} cannot be continued: {first!r}, an earlier one")
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    error = error_of(ask(send, previous_response_id=first), 404)
+    assert error["message"].startswith(f"there is no response {first!r} of this API key: send the whole")
 
 
 def test_a_conversation_that_is_too_long_is_refused(engine):

@@ -102,13 +102,47 @@ def test_files(client):
         ({"files": {"file": b"a"}}, "purpose"),
         ({"json": {}}, "multipart/form-data"),
         ({"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}}, "boundary"),
-        ({"data": {"purpose": "b"}, "files": {"file": b"a"}, "headers": {"Origin": "http://evil.example"}}, "evil"),
+        ({"data": {"purpose": "batch"}, "files": {"file": b"a"}, "headers": {"Origin": "http://evil.example"}}, "evil"),
     ],
 )
 def test_forms_that_are_refused(url, form, reason):
     answer = httpx.post(f"{url}/v1/files", **form)
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
-    assert httpx.get(f"{url}/v1/files", params={"limit": "x"}).status_code == 400
+
+
+@pytest.mark.parametrize("url_of_list", ["/v1/files", "/v1/batches", "/v1/messages/batches"])
+@pytest.mark.parametrize("query", [{"limit": "x"}, {"limit": "0"}, {"order": "zz"}])
+def test_queries_that_are_refused(url, url_of_list, query):
+    answer = httpx.get(url + url_of_list, params=query)
+    (param,) = query
+    assert answer.status_code == 400 and param in answer.json()["error"]["message"]
+
+
+def test_files_have_purposes(client):
+    batch, text = upload(client, b"a"), upload(client, b"b", purpose="user_data")
+    assert [one.id for one in client.files.list(purpose="batch")] == [batch.id]
+    assert [one.id for one in client.files.list(purpose="user_data")] == [text.id]
+    assert not client.files.list(purpose="batch_output").data
+    assert [one.id for one in client.files.list(order="asc")] == [batch.id, text.id]
+    for ask in (lambda: upload(client, b"a", purpose="zz"), lambda: client.files.list(purpose="zz")):
+        with pytest.raises(openai.BadRequestError, match="assistants, batch, fine-tune") as refused:
+            ask()
+        assert refused.value.param == "purpose"
+    with pytest.raises(openai.BadRequestError):
+        upload(client, b"a", purpose="batch_output")
+
+
+def test_batches_of_messages_are_listed_backwards(url):
+    with anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        requests = [{"custom_id": "a", "params": params}]
+        ids = [client.messages.batches.create(requests=requests).id for _ in range(4)][::-1]
+        page = client.messages.batches.list(limit=2, before_id=ids[3])
+        assert [one.id for one in page.data] == ids[1:3] and page.has_more
+        assert (page.first_id, page.last_id) == (ids[1], ids[2])
+        assert [one.id for one in client.messages.batches.list(before_id=ids[1])] == ids[:1]
+        with pytest.raises(anthropic.BadRequestError, match="one of after_id and before_id"):
+            client.messages.batches.list(before_id=ids[1], after_id=ids[2])
 
 
 def test_a_file_can_be_named_in_a_message(url, client, engine):
@@ -152,7 +186,7 @@ def test_every_endpoint(client, endpoint, body):
     assert records(client, done.error_file_id)["b"]["error"]["code"] == "invalid_url"
 
 
-def test_a_line_has_no_documents_and_continues_nothing(client):
+def test_a_line_has_no_files_and_continues_nothing(client):
     part = {"type": "file", "file": {"file_data": "SGk="}}
     begun = begin(client, jsonl(line("a", messages=[{"role": "user", "content": [part]}])))
     done = ended(lambda: client.batches.retrieve(begun.id), "completed")
@@ -208,6 +242,28 @@ def test_a_batch_of_messages(url, engine):
         assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
         with pytest.raises(anthropic.NotFoundError):
             client.messages.batches.retrieve(batch.id)
+
+
+def test_a_batch_of_messages_has_documents_of_text_alone(url, engine):
+    engine.max_model_len = 2_000
+    text = {"type": "text", "media_type": "text/plain", "data": "Rome is sunny"}
+    with anthropic_client(url) as client:
+        requests = [
+            {
+                "custom_id": kind,
+                "params": {
+                    "model": "fake",
+                    "max_tokens": len(REPLY),
+                    "messages": [{"role": "user", "content": [{"type": "document", "source": source}]}],
+                },
+            }
+            for kind, source in (("text", text), ("file", {"type": "file", "file_id": "file-1"}))
+        ]
+        batch = client.messages.batches.create(requests=requests)
+        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
+    assert results["text"].message.content[0].text == REPLY and "Rome is sunny" in engine.prompts[0]
+    assert "documents are not read here" in results["file"].error.error.message
 
 
 def test_messages_that_are_cancelled(url, engine):

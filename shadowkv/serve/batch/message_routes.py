@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -108,7 +109,8 @@ def message_batch_routes(settings: ServerSettings, store: Store) -> APIRouter:
 
     @router.get(URL, responses=answers(MessageBatchList, *STATUSES), response_model=None)
     async def get_batches(request: Request) -> dict[str, Any]:
-        page = await listed(request, store, "message_batch", lambda record: _shown(record, request), "after_id")
+        one = partial(_shown, request=request)
+        page = await listed(request, store, "message_batch", one, "after_id", "before_id")
         return {name: value for name, value in page.items() if name != "object"}
 
     @router.get(f"{URL}/{{id}}", responses=answers(MessageBatch, *STATUSES), response_model=None)

@@ -26,7 +26,7 @@ from shadowkv.serve.batch.run import BatchRun
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.owners import set_prompt_owner
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import MIN_BYTES, Record, Store
+from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, Store
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -218,7 +218,7 @@ class BatchRunner:
             for number, (part, kind) in enumerate(((output, "output"), (errors, "error"))):
                 if counts[number]:
                     name = f"{record.id}_{kind}.jsonl"
-                    file = self._store.add_file(record.owner, part, name, "batch_output", room_of=record)
+                    file = self._store.add_file(record.owner, part, name, OUTPUT, room_of=record)
                     ids[number] = file.id
         return ids[0], ids[1], {"completed": counts[0], "failed": counts[1]}
 

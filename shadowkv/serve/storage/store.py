@@ -33,6 +33,9 @@ Kind = Literal["file", "response", "batch", "message_batch"]
 MIN_BYTES = 4096
 """What a record counts at least: one without content takes room, too."""
 
+OUTPUT = "batch_output"
+"""The purpose of the files that batches make."""
+
 BUSY_SECONDS = 30.0
 """How long a process may wait for another one's transaction; each takes milliseconds."""
 
@@ -237,14 +240,26 @@ class Store:
             database.execute("UPDATE records SET used = ? WHERE owner = ? AND kind = ? AND id = ?", used)
         return Record(owner, kind, id, row[0], msgspec.json.decode(row[1]))
 
-    def page(self, owner: str, kind: Kind, limit: int, after: str | None, newest_first: bool = True) -> list[Record]:
-        """Up to ``limit`` records and one more where there are more, beginning after that of an id."""
+    def page(
+        self,
+        owner: str,
+        kind: Kind,
+        limit: int,
+        after: str | None,
+        newest_first: bool = True,
+        purpose: str | None = None,
+    ) -> list[Record]:
+        """Up to ``limit`` records and one more where there are more, beginning after that of an id; of files, those
+        of a ``purpose`` if one is given."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
         where = "owner = ? AND kind = ?"
         if after is not None:
             values += [self.get(owner, kind, after).created, after]
             where += f" AND (created, id) {'<' if newest_first else '>'} (?, ?)"
+        if purpose is not None:
+            values.append(purpose)
+            where += " AND json_extract(CAST(value AS TEXT), '$.purpose') = ?"
         query = f"SELECT id, created, value FROM records WHERE {where} ORDER BY created {order}, id {order} LIMIT ?"
         with self._transaction() as database:
             rows = database.execute(query, (*values, limit + 1)).fetchall()
