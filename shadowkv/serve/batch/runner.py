@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ BATCH_SECONDS = 24 * 3600
 
 LINE_BYTES = 2**22
 """Longest line of a batch: while it is parsed, 0.1 s for this one, no token is sent to anyone."""
+
+NOT_FOUND = 404
 
 MESSAGES_URL = "/v1/messages"
 
@@ -228,9 +230,12 @@ class BatchRunner:
             value["error"] = {"code": error.code or "failed", "message": error.message}
             return False
 
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        with suppress(ApiError):  # it has been deleted
+        try:
             await self._change(record, fail, 0)
+        except ApiError as failure:
+            if failure.status != NOT_FOUND:  # the disk does not do its part: the batch goes on when it does
+                return
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _change(
         self, record: Record, change: Callable[[dict[str, Any]], bool], content: int | None = None
