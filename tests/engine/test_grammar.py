@@ -260,6 +260,13 @@ def test_other_rules_that_cannot_be_followed(compiler: GrammarCompiler, rules: s
     assert caught.value.param == "structured_outputs"
 
 
+@pytest.mark.parametrize("pattern", ["(a", "a{9", "a**", r"\p{L}"])
+def test_a_regular_expression_that_cannot_be_read_is_refused_before_it_is_compiled(pattern: str) -> None:
+    with pytest.raises(RequestError, match="the regex cannot be followed: Regex parsing error") as caught:
+        check_schema(f"regex:{pattern}")
+    assert caught.value.param == "structured_outputs"
+
+
 def test_an_answer_follows_a_regular_expression(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=20, temperature=1.0, seed=1, grammar=grammar_text("regex", "(red|blue), [0-9]{3}")

@@ -81,6 +81,20 @@ def test_one_that_never_compiles_is_refused_and_remembered(trials: SchemaTrials)
     assert len(processes()) == 1
 
 
+@pytest.mark.parametrize(
+    "rules, what, advice, param",
+    [
+        ("hang", "JSON schema", "fewer properties", "response_format"),
+        ("regex:hang", "regex", "use a simpler one$", "structured_outputs"),
+        ("grammar:hang", "grammar", "use a simpler one$", "structured_outputs"),
+    ],
+)
+def test_it_is_told_what_takes_too_long(trials: SchemaTrials, rules: str, what: str, advice: str, param: str) -> None:
+    with pytest.raises(SchemaTimeout, match=f"^the {what} cannot be followed: compiling it .*{advice}") as caught:
+        trials.run(rules, False, SHORT)
+    assert caught.value.param == param
+
+
 def test_one_whose_process_dies_is_refused_and_the_next_is_not(trials: SchemaTrials) -> None:
     with pytest.raises(SchemaTimeout, match=r"has ended \(SIGKILL\)"):
         trials.run("die", False, SECONDS)

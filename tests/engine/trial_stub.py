@@ -15,5 +15,5 @@ if __name__ == "__main__":
             schema, _ = engine.recv()
             if schema == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if not schema.startswith("hang"):
+            if not schema.split(":")[-1].startswith("hang"):
                 engine.send(None)

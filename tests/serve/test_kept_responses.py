@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 
 import httpx
 import pytest
@@ -104,14 +106,27 @@ def test_each_key_has_its_own(engine):
     send.app.state.store.close()
 
 
-def test_a_request_id_of_another_key_replaces_nothing(engine):
-    send = client_of(engine, api_key=("a", "b"))
-    for key, text in (("a", "Rome?"), ("b", "Oslo?")):
-        headers = {"X-Request-Id": "same", "Authorization": f"Bearer {key}"}
-        assert send("POST", URL, json={"input": text}, headers=headers).json()["id"] == "resp-same"
-    assert send("GET", f"{URL}/resp-same/input_items", "a").json()["data"][0]["content"] == "Rome?"
-    send.app.state.bodies.close()
-    send.app.state.store.close()
+def test_a_request_id_that_is_sent_again_replaces_nothing(send):
+    headers, ids = {"X-Request-Id": "same"}, []
+    for text in ("Rome?", "Oslo?"):
+        answer = send("POST", URL, json={"input": text}, headers=headers)
+        assert answer.headers["X-Request-Id"] == "same"
+        ids.append(answer.json()["id"])
+    for id, text in zip(ids, ("Rome?", "Oslo?"), strict=True):
+        assert send("GET", f"{URL}/{id}/input_items").json()["data"][0]["content"] == text
+    answer = send("POST", URL, json={"input": "Hi", "store": False}, headers=headers)
+    assert answer.json()["id"] == "resp-same"
+
+
+def test_a_conversation_whose_beginning_is_gone_says_which_response_it_lacks(send):
+    first = ask(send, "Rome?").json()["id"]
+    second = ask(send, "Oslo?", previous_response_id=first).json()["id"]
+    send("DELETE", f"{URL}/{first}")
+    error = error_of(ask(send, previous_response_id=second), 404)
+    assert error["message"].startswith(f"response {second!r} cannot be continued: {first!r}, an earlier one")
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    error = error_of(ask(send, previous_response_id=first), 404)
+    assert error["message"].startswith(f"there is no response {first!r} of this API key: send the whole")
 
 
 def test_a_conversation_that_is_too_long_is_refused(engine):
@@ -142,6 +157,36 @@ def test_the_oldest_make_room_and_files_do_not(tmp_path):
     with pytest.raises(ApiError, match="--storage-mib"):
         store.put("a", "batch", "b1", {"text": "y" * 30_000}, is_open=True)
     assert store.get("a", "batch", "b0") and store.get("b", "response", "r0")
+
+
+def test_what_makes_room_goes_with_all_that_is_beside_it(tmp_path):
+    store = Store(tmp_path, 10_000)
+    store.put("a", "batch", "old", {})
+    store.work_folder("old").mkdir(parents=True)
+    (store.work_folder("old") / "answers.jsonl").write_text("{}")
+    store.put("a", "response", "r0", {"text": "x" * 8_000})
+    assert not store.work_folder("old").exists()
+
+
+def test_what_no_record_counts_is_removed_at_the_start(tmp_path):
+    store = Store(tmp_path, 100_000)
+    with store.new_file() as path:
+        path.write_text("kept")
+        file = store.file("a", store.add_file("a", path, "a.txt", "user_data").id)
+    store.put("a", "batch", "batch_kept", {}, is_open=True)
+    left = [tmp_path / "files" / "new-1", file.with_name("file-1"), tmp_path / "batches" / "batch_1" / "answers.jsonl"]
+    kept = [file, tmp_path / "batches" / "batch_kept" / "answers.jsonl"]
+    for path in (*left, *kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    for path in (*left, *kept, *(tmp_path / "batches").iterdir()):
+        os.utime(path, (time.time() - 60,) * 2)
+    written_now = tmp_path / "files" / "new-2"
+    written_now.write_text("")
+    os.utime(written_now, (time.time() + 60,) * 2)  # by another process of the server
+    Store(tmp_path, 100_000)
+    assert not any(path.exists() for path in left) and not left[2].parent.exists()
+    assert all(path.exists() for path in (*kept, written_now))
 
 
 def test_an_answer_without_room_says_that_it_is_not_kept(engine):

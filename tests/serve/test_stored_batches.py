@@ -4,9 +4,12 @@ kept over a restart, and whose it is."""
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import shutil
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -99,13 +102,47 @@ def test_files(client):
         ({"files": {"file": b"a"}}, "purpose"),
         ({"json": {}}, "multipart/form-data"),
         ({"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}}, "boundary"),
-        ({"data": {"purpose": "b"}, "files": {"file": b"a"}, "headers": {"Origin": "http://evil.example"}}, "evil"),
+        ({"data": {"purpose": "batch"}, "files": {"file": b"a"}, "headers": {"Origin": "http://evil.example"}}, "evil"),
     ],
 )
 def test_forms_that_are_refused(url, form, reason):
     answer = httpx.post(f"{url}/v1/files", **form)
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
-    assert httpx.get(f"{url}/v1/files", params={"limit": "x"}).status_code == 400
+
+
+@pytest.mark.parametrize("url_of_list", ["/v1/files", "/v1/batches", "/v1/messages/batches"])
+@pytest.mark.parametrize("query", [{"limit": "x"}, {"limit": "0"}, {"order": "zz"}])
+def test_queries_that_are_refused(url, url_of_list, query):
+    answer = httpx.get(url + url_of_list, params=query)
+    (param,) = query
+    assert answer.status_code == 400 and param in answer.json()["error"]["message"]
+
+
+def test_files_have_purposes(client):
+    batch, text = upload(client, b"a"), upload(client, b"b", purpose="user_data")
+    assert [one.id for one in client.files.list(purpose="batch")] == [batch.id]
+    assert [one.id for one in client.files.list(purpose="user_data")] == [text.id]
+    assert not client.files.list(purpose="batch_output").data
+    assert [one.id for one in client.files.list(order="asc")] == [batch.id, text.id]
+    for ask in (lambda: upload(client, b"a", purpose="zz"), lambda: client.files.list(purpose="zz")):
+        with pytest.raises(openai.BadRequestError, match="assistants, batch, fine-tune") as refused:
+            ask()
+        assert refused.value.param == "purpose"
+    with pytest.raises(openai.BadRequestError):
+        upload(client, b"a", purpose="batch_output")
+
+
+def test_batches_of_messages_are_listed_backwards(url):
+    with anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        requests = [{"custom_id": "a", "params": params}]
+        ids = [client.messages.batches.create(requests=requests).id for _ in range(4)][::-1]
+        page = client.messages.batches.list(limit=2, before_id=ids[3])
+        assert [one.id for one in page.data] == ids[1:3] and page.has_more
+        assert (page.first_id, page.last_id) == (ids[1], ids[2])
+        assert [one.id for one in client.messages.batches.list(before_id=ids[1])] == ids[:1]
+        with pytest.raises(anthropic.BadRequestError, match="one of after_id and before_id"):
+            client.messages.batches.list(before_id=ids[1], after_id=ids[2])
 
 
 def test_a_file_can_be_named_in_a_message(url, client, engine):
@@ -149,7 +186,7 @@ def test_every_endpoint(client, endpoint, body):
     assert records(client, done.error_file_id)["b"]["error"]["code"] == "invalid_url"
 
 
-def test_a_line_has_no_documents_and_continues_nothing(client):
+def test_a_line_has_no_files_and_continues_nothing(client):
     part = {"type": "file", "file": {"file_data": "SGk="}}
     begun = begin(client, jsonl(line("a", messages=[{"role": "user", "content": [part]}])))
     done = ended(lambda: client.batches.retrieve(begun.id), "completed")
@@ -207,6 +244,28 @@ def test_a_batch_of_messages(url, engine):
             client.messages.batches.retrieve(batch.id)
 
 
+def test_a_batch_of_messages_has_documents_of_text_alone(url, engine):
+    engine.max_model_len = 2_000
+    text = {"type": "text", "media_type": "text/plain", "data": "Rome is sunny"}
+    with anthropic_client(url) as client:
+        requests = [
+            {
+                "custom_id": kind,
+                "params": {
+                    "model": "fake",
+                    "max_tokens": len(REPLY),
+                    "messages": [{"role": "user", "content": [{"type": "document", "source": source}]}],
+                },
+            }
+            for kind, source in (("text", text), ("file", {"type": "file", "file_id": "file-1"}))
+        ]
+        batch = client.messages.batches.create(requests=requests)
+        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
+    assert results["text"].message.content[0].text == REPLY and "Rome is sunny" in engine.prompts[0]
+    assert "documents are not read here" in results["file"].error.error.message
+
+
 def test_messages_that_are_cancelled(url, engine):
     with anthropic_client(url) as client:
         params = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "HANG"}]}
@@ -256,6 +315,82 @@ def test_a_full_store_says_so():
         batch = begin(client, jsonl(*(line(f"{n}{long[:300]}", "a") for n in range(40))))
         failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
         assert failed.errors.data[0].code == "storage_full"
+
+
+def test_answers_that_do_not_fit_beside_files_leave_nothing_behind(tmp_path):
+    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+        beside = upload(client, b"x" * 2**15)
+        batch = begin(client, jsonl(*(line(str(number), "a") for number in range(60))))
+        failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
+        assert failed.errors.data[0].code == "storage_full" and failed.output_file_id is None
+        kept = {beside.id, batch.input_file_id}
+        assert {one.id for one in client.files.list()} == kept
+        assert {path.name for path in tmp_path.glob("files/*/*")} == kept
+        assert not [*tmp_path.glob("files/new-*"), *tmp_path.glob("batches/*")]
+        # Nothing else is counted either: there is room for as much as before, but for the batch's record.
+        left = 2**16 - beside.bytes - batch_bytes(client, batch) - 3 * 2**12
+        assert upload(client, b"y" * left)
+
+
+def batch_bytes(client, batch):
+    return client.files.retrieve(batch.input_file_id).bytes
+
+
+def test_answers_count_while_a_batch_runs_and_once_when_they_are_there(tmp_path):
+    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+        batch = begin(client, jsonl(*(line(str(number), "a") for number in range(30)), line("z", "HANG")))
+        while client.batches.retrieve(batch.id).request_counts.completed < 30:
+            time.sleep(0.05)
+        (answers,) = tmp_path.glob("batches/*/answers.jsonl.partial")
+        written, requests = answers.stat().st_size, batch_bytes(client, batch)
+        assert written > 2**14
+        beside = 2**16 - requests - written - 2**13
+        with pytest.raises(openai.BadRequestError, match="--storage-mib"):
+            upload(client, b"x" * (beside + 2**12))
+        upload(client, b"x" * (beside - 2**12))  # which leaves no room for the answers once more
+        client.batches.cancel(batch.id)
+        done = ended(lambda: client.batches.retrieve(batch.id), "cancelled")
+        assert len(records(client, done.output_file_id)) == 30
+        assert not [*tmp_path.glob("files/new-*"), *tmp_path.glob("batches/*")]
+
+
+def test_results_that_do_not_fit_leave_nothing_behind(tmp_path):
+    with (
+        serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url,
+        openai_client(url) as files,
+        anthropic_client(url) as client,
+    ):
+        upload(files, b"x" * 2**15)
+        params = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": "Hi"}]}
+        requests = [{"custom_id": str(number), "params": params} for number in range(60)]
+        batch = client.messages.batches.create(requests=requests)
+        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        with pytest.raises(anthropic.BadRequestError, match="--storage-mib"):
+            client.messages.batches.results(batch.id)
+        assert not [*tmp_path.glob("batches/*")]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "/secret")
+
+
+def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with serving(storage_dir=str(tmp_path)) as url, openai_client(url) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            upload(client, b"x")
+        assert caught.value.status_code == 503 and caught.value.code == "storage_failed"
+        assert "secret" not in str(caught.value) and not [*tmp_path.glob("files/*")]
+
+
+def test_a_full_disk_keeps_no_batch_of_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with serving(storage_dir=str(tmp_path)) as url, anthropic_client(url) as client:
+        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        with pytest.raises(anthropic.InternalServerError) as caught:
+            client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+        assert caught.value.status_code == 503
+        assert "secret" not in str(caught.value) and not [*tmp_path.glob("batches/*")]
 
 
 def test_a_server_that_keeps_nothing_says_so():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -36,6 +37,9 @@ UNBOUNDED: dict[str, type | tuple[type, ...]] = {
 """Keys, with the types of their values, whose cost is not known before compilation: a short regular expression may
 have millions of ways to read one token of several letters (where tokens are bytes, the same ones take milliseconds),
 and counted properties are compiled for each count."""
+
+LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
+"""Time, source file and condition before the compiler's message."""
 
 Effort = Literal["small", "medium", "large"]
 """What compiling a schema takes: a second at the most; seconds, or forever, although it is short; half a minute, or
@@ -75,23 +79,46 @@ class SchemaCost:
 
 def refusal(reason: str, rules: str = "{}") -> RequestError:
     """What a client is told about a schema, or other ``rules``, that cannot be followed."""
-    other = grammar_kind(rules)
-    what = "JSON schema" if other is None else other[0].replace("_", " ")
-    param = "response_format" if other is None else "structured_outputs"
+    what, param = name_and_param(rules)
     return RequestError(f"the {what} cannot be followed: {reason[:MAX_REASON_CHARS]}", param)
+
+
+def name_and_param(rules: str) -> tuple[str, str]:
+    """What clients know a schema or other rules as, and the parameter that has them."""
+    other = grammar_kind(rules)
+    return ("JSON schema", "response_format") if other is None else (other[0].replace("_", " "), "structured_outputs")
+
+
+def compiler_reason(error: Exception) -> str:
+    """Why the compiler refuses rules, in its words."""
+    return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
 
 
 def check_schema(schema: str) -> SchemaCost:
     """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy; of other rules
-    (``grammar_text``) but texts to choose from nothing but their length is known."""
+    (``grammar_text``) but texts to choose from nothing but their length is known, and whether a regular expression can
+    be read."""
     if (other := grammar_kind(schema)) is not None:
         if len(schema) > MAX_SCHEMA_CHARS:
             raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
+        if other[0] == "regex":
+            _check_regex(schema, other[1])
         return SchemaCost(len(schema), 0, anything=False, bounded=other[0] == "choice")
     try:
         return _check(schema)
     except (ValueError, RecursionError) as error:
         raise refusal(str(error)) from error
+
+
+def _check_regex(rules: str, pattern: str) -> None:
+    """One that cannot be read is refused before it waits for the trials of others; the longest takes 0.1 s to read."""
+    with suppress(ImportError):  # that is for the compiler to tell
+        import xgrammar
+
+        try:
+            xgrammar.Grammar.from_regex(pattern)
+        except (RuntimeError, ValueError) as error:
+            raise refusal(compiler_reason(error), rules) from error
 
 
 @lru_cache(maxsize=64)

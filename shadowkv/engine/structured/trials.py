@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 
 from shadowkv.engine.child_process import ending, start_process
 from shadowkv.engine.request import SchemaTimeout
-from shadowkv.engine.structured.json_schema import Effort
+from shadowkv.engine.structured.grammar_text import grammar_kind
+from shadowkv.engine.structured.json_schema import Effort, name_and_param, refusal
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from shadowkv.wording import counted
 
@@ -59,22 +60,22 @@ class SchemaTrials:
         Raises SchemaTimeout otherwise, and at once the next time.
         """
         key = hashlib.sha256(f"{one_line} {schema}".encode("utf-8", "surrogatepass")).digest()
-        if self._known(key):
+        if self._known(key, schema):
             return
         with self._turns:
-            if self._known(key):  # by now
+            if self._known(key, schema):  # by now
                 return
-            process = self._process()
+            process = self._process(schema)
             try:
                 late = process.compile(schema, one_line, seconds)
             finally:
                 self._put_back(process)
-            self._check_open()
+            self._check_open(schema)
             with self._lock:
                 self._outcomes[key] = late
                 if len(self._outcomes) > REMEMBERED:
                     self._outcomes.pop(next(iter(self._outcomes)))
-        self._known(key)
+        self._known(key, schema)
 
     def close(self) -> None:
         """Ends the processes; schemas being tried are refused."""
@@ -84,13 +85,17 @@ class SchemaTrials:
         for process in processes:
             process.end()
 
-    def _known(self, key: bytes) -> bool:
+    def _known(self, key: bytes, schema: str) -> bool:
         with self._lock:
             if (late := self._outcomes.get(key)) is not None:
-                raise SchemaTimeout(late, "response_format")
+                other = (
+                    "a simpler one" if grammar_kind(schema) else "simpler patterns, or fewer properties to be counted"
+                )
+                told = refusal(f"{late}; use {other}", schema)
+                raise SchemaTimeout(str(told), told.param)
             return key in self._outcomes
 
-    def _process(self) -> _Process:
+    def _process(self, schema: str) -> _Process:
         with self._lock:
             self._idle = [process for process in self._idle if process.is_alive]
             process = self._idle.pop() if self._idle else _Process(self._module)
@@ -100,9 +105,8 @@ class SchemaTrials:
                 process.start(self._vocabulary())
             except (OSError, EOFError) as error:
                 self._put_back(process)
-                self._check_open()
-                text = f"the JSON schema was not compiled: a process for it has not started ({error})"
-                raise SchemaTimeout(text, "response_format") from error
+                self._check_open(schema)
+                raise _not_compiled(f"a process for it has not started ({error})", schema) from error
         return process
 
     def _put_back(self, process: _Process) -> None:
@@ -114,9 +118,14 @@ class SchemaTrials:
         if not usable:
             process.end()
 
-    def _check_open(self) -> None:
+    def _check_open(self, schema: str) -> None:
         if self._closed:
-            raise SchemaTimeout("the JSON schema was not compiled: the engine is being shut down", "response_format")
+            raise _not_compiled("the engine is being shut down", schema)
+
+
+def _not_compiled(reason: str, schema: str) -> SchemaTimeout:
+    what, param = name_and_param(schema)
+    return SchemaTimeout(f"the {what} was not compiled: {reason}", param)
 
 
 class _Process:
@@ -157,7 +166,7 @@ class _Process:
         except (OSError, EOFError):
             reason = f"the process that compiled it has ended ({ending(self.process)})"
         self.is_ready = False
-        return f"the JSON schema cannot be followed: {reason}; use simpler patterns, or fewer properties to be counted"
+        return reason
 
     def end(self) -> None:
         """Ends it, whatever it is doing."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shadowkv.engine.structured.grammar_text import choice_grammar, grammar_kind
-from shadowkv.engine.structured.json_schema import check_schema
+from shadowkv.engine.structured.json_schema import check_schema, compiler_reason
 
 if TYPE_CHECKING:
     import xgrammar
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 2**28
 """Size of the parts of grammars that the compiler keeps: others have the same ones."""
-
-LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
-"""Time, source file and condition before the compiler's message."""
 
 
 @dataclass(frozen=True)
@@ -70,5 +66,4 @@ def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str, one_line: bo
             return compiler.compile_builtin_json_grammar()
         return compiler.compile_json_schema(schema, any_whitespace=not one_line)
     except (RuntimeError, ValueError) as error:  # includes RecursionError
-        reason = LOG_PREFIX.sub("", str(error)).strip()
-        raise ValueError(reason or "xgrammar gives no reason; simpler patterns may do") from error
+        raise ValueError(compiler_reason(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import OUTPUT, Record, Store, storage_failed
 
 URL = "/v1/files"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -36,6 +37,9 @@ UPLOAD = {
         },
     }
 }
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+"""As in the OpenAI API; what a file is used for does not depend on it."""
+
 FIELDS = 16
 """Most fields of an upload; those but two have no effect."""
 
@@ -83,19 +87,25 @@ def file_routes(settings: ServerSettings, store: Store) -> APIRouter:
             form = await request.form(max_files=1, max_fields=FIELDS)
         except MultiPartException as error:
             raise ApiError(f"the form cannot be read: {error.message}") from error
+        except OSError as error:  # long files are written down while they are read
+            raise storage_failed(error) from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str) or not purpose:
                 raise ApiError("pass the fields file, with a file, and purpose", param="file")
+            _check_purpose(purpose, PURPOSES)
             name = (file.filename or "file")[:MAX_NAME_CHARS]
-            record = await asyncio.to_thread(_keep, store, owner_of(request), file, name, purpose[:MAX_NAME_CHARS])
+            record = await asyncio.to_thread(_keep, store, owner_of(request), file, name, purpose)
         finally:
             await form.close()
         return _shown(record)
 
     @router.get(URL, response_model=None, responses=responses(FileList, *STATUSES))
     async def get_files(request: Request) -> dict[str, Any]:
-        return await listed(request, store, "file", _shown)
+        purpose = request.query_params.get("purpose")
+        if purpose is not None:
+            _check_purpose(purpose, (*PURPOSES, OUTPUT))
+        return await listed(request, store, "file", _shown, purpose=purpose)
 
     @router.get(f"{URL}/{{id}}", response_model=None, responses=responses(StoredFile, *STATUSES))
     async def get_file(id: str, request: Request) -> dict[str, Any]:
@@ -121,6 +131,11 @@ def file_routes(settings: ServerSettings, store: Store) -> APIRouter:
     return router
 
 
+def _check_purpose(purpose: str, allowed: Sequence[str]) -> None:
+    if purpose not in allowed:
+        raise ApiError(f"purpose is {purpose[:80]!r}, must be one of {', '.join(allowed)}", param="purpose")
+
+
 def _check_origin(request: Request, settings: ServerSettings) -> None:
     """Refuses the form of another server's page: a browser sends one unasked, unlike JSON."""
     origin = request.headers.get("origin")
@@ -130,13 +145,10 @@ def _check_origin(request: Request, settings: ServerSettings) -> None:
 
 
 def _keep(store: Store, owner: str, file: UploadFile, name: str, purpose: str) -> Record:
-    path = store.new_file()
-    try:
+    with store.new_file() as path:
         with path.open("wb") as target:
             shutil.copyfileobj(file.file, target)
         return store.add_file(owner, path, name, purpose)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _shown(record: Record) -> dict[str, Any]:

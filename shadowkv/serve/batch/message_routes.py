@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ from shadowkv.serve.bodies.body import Body, wrong
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, Answer, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import Record, Store, storage_failed
 
 URL = f"{MESSAGES_URL}/batches"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -108,7 +109,8 @@ def message_batch_routes(settings: ServerSettings, store: Store) -> APIRouter:
 
     @router.get(URL, responses=answers(MessageBatchList, *STATUSES), response_model=None)
     async def get_batches(request: Request) -> dict[str, Any]:
-        page = await listed(request, store, "message_batch", lambda record: _shown(record, request), "after_id")
+        one = partial(_shown, request=request)
+        page = await listed(request, store, "message_batch", one, "after_id", "before_id")
         return {name: value for name, value in page.items() if name != "object"}
 
     @router.get(f"{URL}/{{id}}", responses=answers(MessageBatch, *STATUSES), response_model=None)
@@ -156,13 +158,13 @@ def _keep(store: Store, owner: str, requests: list[MessageRequest]) -> Record:
     size = sum(map(len, lines)) + len(lines)
     value = new_batch(endpoint=MESSAGES_URL, counts={**new_batch()["counts"], "total": len(lines)})
     folder = store.work_folder(id)
-    folder.mkdir(mode=0o700, parents=True)
-    (folder / REQUESTS).write_bytes(b"\n".join(lines) + b"\n")
     try:
+        folder.mkdir(mode=0o700, parents=True)
+        (folder / REQUESTS).write_bytes(b"\n".join(lines) + b"\n")
         return store.put(owner, "message_batch", id, value, content=size, is_open=True)
-    except ApiError:
-        shutil.rmtree(folder)
-        raise
+    except (ApiError, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise error if isinstance(error, ApiError) else storage_failed(error) from error
 
 
 def _shown(record: Record, request: Request) -> dict[str, Any]:

@@ -22,15 +22,30 @@ async def of_record(request: Request, store: Store, kind: Kind, id: str) -> Reco
 
 
 async def listed(
-    request: Request, store: Store, kind: Kind, shown: Callable[[Record], dict[str, Any]], after: str = "after"
+    request: Request,
+    store: Store,
+    kind: Kind,
+    shown: Callable[[Record], dict[str, Any]],
+    after: str = "after",
+    before: str | None = None,
+    purpose: str | None = None,
 ) -> dict[str, Any]:
-    """A page of the records of the request's key, as the query asks for it: ``limit``, and what it goes on after."""
+    """A page of the records of the request's key, as the query asks for it: ``limit``, ``order``, what it goes on
+    ``after`` and, where a list can be read backwards, what it ends ``before``; of files, those of one ``purpose``."""
     query = request.query_params
     text = query.get("limit", str(PAGE))
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) >= 1):
         raise ApiError(f"limit must be a number from 1 to {MOST}", param="limit")
-    limit, is_newest_first = min(int(text), MOST), query.get("order", "desc") != "asc"
-    records = await asyncio.to_thread(store.page, owner_of(request), kind, limit, query.get(after), is_newest_first)
-    data = [shown(record) for record in records[:limit]]
+    limit, order = min(int(text), MOST), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(f"order is {order[:80]!r}, must be asc or desc", param="order")
+    start, end = query.get(after), None if before is None else query.get(before)
+    if start is not None and end is not None:
+        raise ApiError(f"pass one of {after} and {before}", param=before)
+    is_newest_first = (order == "desc") == (end is None)
+    bound = start if end is None else end
+    records = await asyncio.to_thread(store.page, owner_of(request), kind, limit, bound, is_newest_first, purpose)
+    page = records[:limit] if end is None else records[:limit][::-1]
+    data = [shown(record) for record in page]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **ends, "has_more": len(records) > limit}

@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from shadowkv.serve.batch.run import BatchRun
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.owners import set_prompt_owner
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, Store
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -42,6 +42,8 @@ BATCH_SECONDS = 24 * 3600
 
 LINE_BYTES = 2**22
 """Longest line of a batch: while it is parsed, 0.1 s for this one, no token is sent to anyone."""
+
+NOT_FOUND = 404
 
 MESSAGES_URL = "/v1/messages"
 
@@ -117,10 +119,10 @@ class BatchRunner:
             await self._answer_in(record, folder)
         except ApiError as error:
             if self._engine.is_alive:
-                await self._fail(record, error)
+                await self._fail(record, folder, error)
         except (OSError, ValueError) as error:
             logger.error("batch %s cannot be answered: %s", record.id, error)
-            await self._fail(record, ApiError("its files cannot be read or written", code="storage_failed"))
+            await self._fail(record, folder, ApiError("its files cannot be read or written", code="storage_failed"))
 
     async def _answer_in(self, record: Record, folder: Path) -> None:
         source = await asyncio.to_thread(self._source, record)
@@ -139,10 +141,11 @@ class BatchRunner:
         await self._change(record, begin)
         answering = asyncio.create_task(answer_with(self._answers, run, self._concurrency))
         try:
-            ending = await self._watch(record, run, answering)
+            ending = await self._watch(record, source, run, answering)
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
+        await self._count(record, source, run)  # those that came since, too
         answers = output if output.exists() else files.partial
         await self._finish(record, source, answers, ending)
         await asyncio.to_thread(self._tidy, record, folder)
@@ -157,13 +160,11 @@ class BatchRunner:
                 raise ApiError("the input file has no requests", code="empty_file")
         return path
 
-    async def _watch(self, record: Record, run: BatchRun, answering: asyncio.Task[None]) -> str:
+    async def _watch(self, record: Record, source: Path, run: BatchRun, answering: asyncio.Task[None]) -> str:
         """Waits for the answers, keeping count, until there are all, or no more are wanted; returns which of these."""
         while not answering.done():
             await asyncio.wait((answering,), timeout=POLL_SECONDS)
-            value = (await self._change(record, lambda value: _count(value, run))).value
-            if run.written > self._store.limit:
-                raise ApiError("the answers are more than is kept for an API key (--storage-mib)", code="storage_full")
+            value = await self._count(record, source, run)
             if answering.done():
                 break
             if value["status"] == "cancelling":
@@ -172,6 +173,20 @@ class BatchRunner:
                 return "expired"
         answering.result()
         return "completed"
+
+    async def _count(self, record: Record, source: Path, run: BatchRun) -> dict[str, Any]:
+        """Writes down how far a batch is; what there is of it counts towards its key's limit from now on. Raises
+        ApiError where that leaves no room."""
+
+        def count(value: dict[str, Any]) -> bool:
+            answered = len(run.lines.answered)
+            value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
+            return True
+
+        # In the end there are two files, or the results, which are shorter than the requests and their records.
+        beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
+        value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
+        return value
 
     async def _finish(self, record: Record, source: Path, answers: Path, ending: str) -> None:
         """Makes what clients are given of a batch's answers."""
@@ -190,37 +205,42 @@ class BatchRunner:
             value["counts"].update(counts)
             return False
 
-        await asyncio.to_thread(self._store.change, record, end, content)
+        await self._change(record, end, content)
 
     def _split(self, record: Record, answers: Path) -> tuple[str | None, str | None, dict[str, int]]:
         """Files of the answers and of the rest, where there are any."""
-        ids: list[str | None] = []
-        counts = []
-        parts = (self._store.new_file(), self._store.new_file())
-        with parts[0].open("wb") as good, parts[1].open("wb") as bad:
-            for line in _lines(answers):
-                (good if _is_answer(json.loads(line)) else bad).write(line)
-        for part, kind in zip(parts, ("output", "error")):
-            counts.append(sum(1 for _ in _lines(part)))
-            if counts[-1]:
-                name = f"{record.id}_{kind}.jsonl"
-                ids.append(self._store.add_file(record.owner, part, name, "batch_output").id)
-            else:
-                ids.append(None)
-                part.unlink()
+        ids: list[str | None] = [None, None]
+        counts = [0, 0]
+        with self._store.new_file() as output, self._store.new_file() as errors:
+            with output.open("wb") as good, errors.open("wb") as bad:
+                for line in _lines(answers):
+                    is_bad = not _is_answer(json.loads(line))
+                    (bad if is_bad else good).write(line)
+                    counts[is_bad] += 1
+            for number, (part, kind) in enumerate(((output, "output"), (errors, "error"))):
+                if counts[number]:
+                    name = f"{record.id}_{kind}.jsonl"
+                    file = self._store.add_file(record.owner, part, name, OUTPUT, room_of=record)
+                    ids[number] = file.id
         return ids[0], ids[1], {"completed": counts[0], "failed": counts[1]}
 
-    async def _fail(self, record: Record, error: ApiError) -> None:
+    async def _fail(self, record: Record, folder: Path, error: ApiError) -> None:
         def fail(value: dict[str, Any]) -> bool:
             value.update(status="failed", ended_at=int(time.time()))
             value["error"] = {"code": error.code or "failed", "message": error.message}
             return False
 
-        with suppress(ApiError):  # it has been deleted
-            await self._change(record, fail)
+        try:
+            await self._change(record, fail, 0)
+        except ApiError as failure:
+            if failure.status != NOT_FOUND:  # the disk does not do its part: the batch goes on when it does
+                return
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _change(self, record: Record, change: Callable[[dict[str, Any]], bool]) -> Record:
-        return await asyncio.to_thread(self._store.change, record, change)
+    async def _change(
+        self, record: Record, change: Callable[[dict[str, Any]], bool], content: int | None = None
+    ) -> Record:
+        return await asyncio.to_thread(self._store.change, record, change, content)
 
     @staticmethod
     def _tidy(record: Record, folder: Path) -> None:
@@ -230,12 +250,6 @@ class BatchRunner:
             for path in folder.iterdir():
                 if path.name != RESULTS:
                     path.unlink(missing_ok=True)
-
-
-def _count(value: dict[str, Any], run: BatchRun) -> bool:
-    answered = len(run.lines.answered)
-    value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
-    return True
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -62,6 +62,10 @@ class Endpoint(ABC):
         assert isinstance(body, GenerationRequest)
         return body
 
+    def new_id(self, body: Any, request_id: str | None) -> str:
+        """The id of an answer: that of its request, if that has one."""
+        return f"{self.id_prefix}-{request_id or uuid.uuid4().hex}"
+
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
         """Characters or token ids of every prompt, before any processing."""
@@ -172,7 +176,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
 
     record = current_record()
     owner = prompt_owner()
-    name = f"{endpoint.id_prefix}-{uuid.uuid4().hex if record is None else record.id}"
+    name = endpoint.new_id(body, None if record is None else record.id)
 
     def encode() -> Job:
         prompts = endpoint.prompts(request, engine.max_model_len)

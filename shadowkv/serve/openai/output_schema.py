@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import MAX_SCHEMA_CHARS
-from shadowkv.serve.bodies.body import Body, at_most, parse_json, refusal
+from shadowkv.serve.bodies.body import Body, at_most, parse_json, refusal, wrong
 from shadowkv.serve.openai.tools import Choice
 
 RESPONSE_FORMAT: dict[str, Any] = {
@@ -84,7 +84,7 @@ class StructuredOutputs(Body):
     def _check_kind(self) -> StructuredOutputs:
         kinds = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None, self.structural_tag)
         if sum(kind is not None for kind in kinds) != 1:
-            raise refusal("json", "pass one of json, regex, choice, grammar, json_object and structural_tag")
+            raise wrong("pass one of json, regex, choice, grammar, json_object and structural_tag")
         _ = self.text
         return self
 

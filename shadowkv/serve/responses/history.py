@@ -32,7 +32,7 @@ class History:
         while id is not None:
             if len(turns) > MAX_MESSAGES:
                 raise _too_long(f"it has more than {MAX_MESSAGES} turns")
-            record = self._get(id)
+            record = self._get(id, previous)
             value = record["input"] + record["response"]["output"]
             turns.append(msgspec.json.encode(value)[1:-1])
             size += len(turns[-1])
@@ -42,15 +42,23 @@ class History:
         whole = {**decode_body(_plain(raw)), "input": msgspec.Raw(b"[" + b",".join(filter(None, turns[::-1])) + b"]")}
         return msgspec.json.encode(whole)
 
-    def _get(self, id: str) -> dict[str, Any]:
+    def _get(self, id: str, previous: str) -> dict[str, Any]:
         try:
             value: dict[str, Any] = self._store.get(self._owner, "response", id).value
         except ApiError as error:
             if error.status != 404:
                 raise
-            text = f"there is no response {id[:80]!r} of this API key: send the whole conversation as input"
+            text = f"there is no response {previous[:80]!r} of this API key"
+            if id != previous:
+                text = (
+                    f"response {previous[:80]!r} cannot be continued: {id[:80]!r}, an earlier one of its conversation,"
+                )
+                text += " has been deleted, or made room for others"
             raise ApiError(
-                text, status=404, param="previous_response_id", code="previous_response_not_found"
+                f"{text}: send the whole conversation as input",
+                status=404,
+                param="previous_response_id",
+                code="previous_response_not_found",
             ) from error
         return value
 

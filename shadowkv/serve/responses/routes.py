@@ -36,6 +36,10 @@ class Responses(EventChat):
     id_prefix = "resp"
     names = NAMES
 
+    def new_id(self, body: ResponsesRequest, request_id: str | None) -> str:
+        # A client may send an id of a request again: what is kept must not be replaced.
+        return super().new_id(body, request_id if body.keep is None else None)
+
     def output(self, job: Job) -> ResponseOutput:
         return ResponseOutput(job)
 

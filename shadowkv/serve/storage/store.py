@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,9 @@ Kind = Literal["file", "response", "batch", "message_batch"]
 
 MIN_BYTES = 4096
 """What a record counts at least: one without content takes room, too."""
+
+OUTPUT = "batch_output"
+"""The purpose of the files that batches make."""
 
 BUSY_SECONDS = 30.0
 """How long a process may wait for another one's transaction; each takes milliseconds."""
@@ -73,7 +76,9 @@ class Store:
         self.limit, self._folder, self._first = limit, folder, threading.Lock()
         self._remove: Callable[[], object] = lambda: None
         if folder is not None and limit:
+            begin = time.time()
             self._make(folder)
+            self._remove_leftovers(folder, begin)
 
     def close(self) -> None:
         """Removes the folder, if it is this process's own."""
@@ -83,10 +88,21 @@ class Store:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise _failed(error) from error
+            raise storage_failed(error) from error
         with self._transaction(folder) as database:
             for statement in TABLES:
                 database.execute(statement)
+
+    def _remove_leftovers(self, folder: Path, begin: float) -> None:
+        """Removes what a server that was killed has left and no record counts, unless it was written after ``begin``:
+        the server's other processes are at work."""
+        with self._transaction(folder) as database:
+            kept = {id for (id,) in database.execute("SELECT id FROM records WHERE kind != 'response'")}
+        for pattern in ("files/new-*", "files/*/file-*", "batches/*"):
+            for path in folder.glob(pattern):
+                with suppress(OSError):  # another process was faster
+                    if path.name not in kept and path.stat().st_mtime < begin:
+                        _remove(path)
 
     @property
     def is_on(self) -> bool:
@@ -135,17 +151,27 @@ class Store:
             finally:
                 database.close()  # which rolls back what is not committed
         except sqlite3.Error as error:
-            raise _failed(error) from error
+            raise storage_failed(error) from error
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def put(self, owner: str, kind: Kind, id: str, value: Any, content: int = 0, is_open: bool = False) -> Record:
+    def put(
+        self,
+        owner: str,
+        kind: Kind,
+        id: str,
+        value: Any,
+        content: int = 0,
+        is_open: bool = False,
+        room_of: Record | None = None,
+    ) -> Record:
         """Keeps a record, instead of one of that id, and returns it.
 
         Args:
             value: written as JSON.
             content: bytes of a file beside it.
             is_open: whether it is work that is still to be done.
+            room_of: another record of the owner, from whose content so many bytes become this one's.
 
         Raises ApiError where the owner's limit leaves no room.
         """
@@ -154,10 +180,14 @@ class Store:
         with self._transaction() as database:
             row = database.execute(f"SELECT created {OF_KEY}", key).fetchone()
             database.execute(f"DELETE {OF_KEY}", key)
-            self._make_room(database, owner, size)
+            if room_of is not None:
+                moved = (size, room_of.owner, room_of.kind, room_of.id)
+                database.execute("UPDATE records SET bytes = bytes - ? WHERE owner = ? AND kind = ? AND id = ?", moved)
+            removed = self._make_room(database, owner, size)
             created = now if row is None else row[0]
             row = (*key, created, now, size, int(is_open), raw)
             database.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._remove_content(owner, removed)
         return Record(owner, kind, id, created, value)
 
     def change(self, record: Record, change: Callable[[Any], bool], content: int | None = None) -> Record:
@@ -173,26 +203,31 @@ class Store:
                 raise _not_found(record.kind, record.id)
             value = msgspec.json.decode(row[0])
             is_open = int(change(value))
-            raw, size = msgspec.json.encode(value), row[1]
+            raw, size, removed = msgspec.json.encode(value), row[1], []
             if content is not None:
                 size = max(MIN_BYTES, len(raw) + content)
-                self._make_room(database, record.owner, size - row[1])
+                removed = self._make_room(database, record.owner, size - row[1])
             changed = (raw, is_open, size, *key)
             database.execute(
                 "UPDATE records SET value = ?, open = ?, bytes = ? WHERE owner = ? AND kind = ? AND id = ?", changed
             )
+        self._remove_content(record.owner, removed)
         return replace(record, value=value)
 
-    def _make_room(self, database: sqlite3.Connection, owner: str, size: int) -> None:
+    def _make_room(self, database: sqlite3.Connection, owner: str, size: int) -> list[tuple[Kind, str]]:
+        """Removes the records of what makes room for ``size`` more bytes; returns their kinds and ids."""
+        removed: list[tuple[Kind, str]] = []
         (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
         of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open ORDER BY used LIMIT 1"
-        while used + size > self.limit:
+        while size > 0 and used + size > self.limit:
             oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner,)).fetchone()
             if oldest is None:
                 text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key"
                 raise ApiError(f"{text} (--storage-mib); delete files or batches", code="storage_full")
             database.execute(f"DELETE {OF_KEY}", (owner, *oldest[:2]))
             used -= oldest[2]
+            removed.append(oldest[:2])
+        return removed
 
     def get(self, owner: str, kind: Kind, id: str) -> Record:
         """The record of that id; raises ApiError if the owner has none."""
@@ -205,14 +240,26 @@ class Store:
             database.execute("UPDATE records SET used = ? WHERE owner = ? AND kind = ? AND id = ?", used)
         return Record(owner, kind, id, row[0], msgspec.json.decode(row[1]))
 
-    def page(self, owner: str, kind: Kind, limit: int, after: str | None, newest_first: bool = True) -> list[Record]:
-        """Up to ``limit`` records and one more where there are more, beginning after that of an id."""
+    def page(
+        self,
+        owner: str,
+        kind: Kind,
+        limit: int,
+        after: str | None,
+        newest_first: bool = True,
+        purpose: str | None = None,
+    ) -> list[Record]:
+        """Up to ``limit`` records and one more where there are more, beginning after that of an id; of files, those
+        of a ``purpose`` if one is given."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
         where = "owner = ? AND kind = ?"
         if after is not None:
             values += [self.get(owner, kind, after).created, after]
             where += f" AND (created, id) {'<' if newest_first else '>'} (?, ?)"
+        if purpose is not None:
+            values.append(purpose)
+            where += " AND json_extract(CAST(value AS TEXT), '$.purpose') = ?"
         query = f"SELECT id, created, value FROM records WHERE {where} ORDER BY created {order}, id {order} LIMIT ?"
         with self._transaction() as database:
             rows = database.execute(query, (*values, limit + 1)).fetchall()
@@ -223,10 +270,13 @@ class Store:
         with self._transaction() as database:
             if not database.execute(f"DELETE {OF_KEY}", (owner, kind, id)).rowcount:
                 raise _not_found(kind, id)
-        if kind == "file":
-            self.file(owner, id).unlink(missing_ok=True)
-        elif kind != "response":
-            shutil.rmtree(self.work_folder(id), ignore_errors=True)
+        self._remove_content(owner, [(kind, id)])
+
+    def _remove_content(self, owner: str, removed: Iterable[tuple[Kind, str]]) -> None:
+        """Removes what was beside records that are gone."""
+        for kind, id in removed:
+            if kind != "response":
+                _remove(self.file(owner, id) if kind == "file" else self.work_folder(id))
 
     def open_records(self) -> list[Record]:
         """What is still to be worked at, of all owners, the first to come first."""
@@ -244,24 +294,33 @@ class Store:
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def new_file(self) -> Path:
-        """Where a file may be written that is then added."""
+    @contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """Where a file may be written that is then added; if it is not, it is removed in the end. Raises ApiError where
+        the disk does not do its part."""
         folder = self._root / "files"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder / f"new-{secrets.token_hex(16)}"
+        path = folder / f"new-{secrets.token_hex(16)}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            yield path
+        except OSError as error:
+            raise storage_failed(error) from error
+        finally:
+            path.unlink(missing_ok=True)
 
-    def add_file(self, owner: str, source: Path, name: str, purpose: str) -> Record:
-        """Keeps a file, which is moved here; raises ApiError where the owner's limit leaves no room."""
+    def add_file(self, owner: str, source: Path, name: str, purpose: str, room_of: Record | None = None) -> Record:
+        """Keeps a file, which is moved here; raises ApiError where the owner's limit leaves no room. ``room_of`` is as
+        for ``put``."""
         id, size = f"file-{secrets.token_hex(16)}", source.stat().st_size
         path = self.file(owner, id)
-        self.put(owner, "file", id, {"filename": name, "purpose": purpose, "bytes": size}, content=size)
+        self.put(owner, "file", id, {"filename": name, "purpose": purpose, "bytes": size}, size, room_of=room_of)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.move(source, path)
             os.chmod(path, 0o600)
         except OSError as error:
             self.remove(owner, "file", id)
-            raise _failed(error) from error
+            raise storage_failed(error) from error
         return self.get(owner, "file", id)
 
 
@@ -270,7 +329,15 @@ def _not_found(kind: Kind, id: str) -> ApiError:
     return ApiError(f"{text}; it may have been deleted, or made room for others", status=404, code=f"{kind}_not_found")
 
 
-def _failed(error: Exception) -> ApiError:
+def _remove(path: Path) -> None:
+    """Removes a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def storage_failed(error: Exception) -> ApiError:
     """What a client is told; the log has the rest, which may be a path."""
     logger.error("what clients have this server keep cannot be read or written: %s", error)
     return ApiError("what this server keeps cannot be read or written now", status=503, code="storage_failed")
