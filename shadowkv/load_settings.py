@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """The last two are vLLM's, and PyTorch's, other names of float16 and float32."""
 OVERRIDES_HELP = "entries that replace those of the model's config.json, as in vLLM; of GGUF files by the same names"
