@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 PREFIX = "vllm_"
 """Of where parsed values go, so that they meet no flag of this server's own."""
@@ -175,6 +176,10 @@ FLAGS = (
 )
 
 
+KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
+"""The same in Python."""
+
+
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them all, without a word in ``--help``: ``vllm_notes`` reads what was given."""
     for flag in FLAGS:
@@ -182,6 +187,17 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         if flag.values:  # one value may be an object, which the dotted form writes
             values = {"nargs": flag.values, "metavar": "JSON"}
         parser.add_argument(*flag.names, dest=flag.dest, default=None, help=argparse.SUPPRESS, **values)  # type: ignore[arg-type]
+
+
+def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
+    """Python's keywords for ``vllm_notes``, of which True and False are switches; others are left out."""
+    given = {}
+    for flag in FLAGS:
+        value = options.get(flag.dest.removeprefix(PREFIX))
+        if value is not None and flag.values:
+            value = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        given[flag.dest] = value
+    return argparse.Namespace(**given)
 
 
 def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
