@@ -18,6 +18,10 @@ ALIKE = 0.75
 
 UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
+ENTRY = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+?)(?:=(.*))?", re.DOTALL)
+"""An entry of a flag's JSON object as vLLM writes it, ``--hf-overrides.rope_scaling.factor=4``; with ``+`` it is one of
+a list's."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and where flags are listed, instead of listing them. As in vLLM, flags may have
@@ -34,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_dashed(argument) for argument in given], namespace)
+        return super().parse_known_args(self._joined([_dashed(argument) for argument in given]), namespace)
 
     def parse_with_file(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """A command line whose ``--config``, if it has one, names a YAML file of more flags, as vLLM's: keys are their
@@ -49,7 +53,31 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _near(self, flag: str) -> str | None:
-        return next(iter(get_close_matches(flag, self._option_string_actions, 1, ALIKE)), None)
+        """What may have been meant, of the flags that --help lists: those that it does not have no effect."""
+        listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        return next(iter(get_close_matches(flag, listed, 1, ALIKE)), None)
+
+    def _joined(self, arguments: list[str]) -> list[str]:
+        """Arguments whose entries of JSON objects (``ENTRY``) are one object for each flag."""
+        others: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        given = iter(arguments)
+        for argument in given:
+            found = ENTRY.fullmatch(argument)
+            if found is None or getattr(self._option_string_actions.get(found[1]), "metavar", None) != "JSON":
+                others.append(argument)
+                continue
+            value = next(given, None) if found[4] is None else found[4]
+            if value is None:
+                self.error(f"argument {argument}: expected one argument")
+            try:
+                _add_entry(objects.setdefault(found[1], {}), found[2].split("."), bool(found[3]), value)
+            except (AttributeError, TypeError):  # of a value that is no object, or no list
+                self.error(f"argument {argument}: another argument gives a part of it, or of what it is in")
+        for flag in objects:
+            if any(argument.partition("=")[0] == flag for argument in others):
+                self.error(f"argument {flag}: pass either all of it or its entries ({flag}.NAME)")
+        return [*(part for flag, entries in objects.items() for part in (flag, json.dumps(entries))), *others]
 
     def _flags_of(self, file: Path) -> Iterator[str]:
         import yaml  # for those who have such a file
@@ -76,11 +104,26 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _dashed(argument: str) -> str:
-    """A flag with dashes; a value as it is."""
+    """A flag with dashes; a value, and the name of an entry, as it is."""
     if not argument.startswith("--"):
         return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    end = next((at for at, letter in enumerate(argument) if letter in ".="), len(argument))
+    return argument[:end].replace("_", "-") + argument[end:]
+
+
+def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: str) -> None:
+    """Adds a value, JSON or else a text, to an object, or to a list in it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    *outer, name = path
+    for key in outer:
+        entries = entries.setdefault(key, {})
+    if is_listed:
+        entries.setdefault(name, []).append(value)
+    else:
+        entries[name] = value
 
 
 def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:

@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4")
 """The first is arithmetic in 8 bits, for any files; the others say what random weights are in, and plans."""
 

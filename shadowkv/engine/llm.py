@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.request import Request
 from shadowkv.engine.results import CompletionOutput, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
+from shadowkv.engine.vllm_flags import KEYWORDS, vllm_keywords, vllm_notes
 from shadowkv.engine.warmup import warm_up
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
@@ -48,15 +50,19 @@ class LLM:
 
     Args:
         model: name, Hugging Face directory or hub id, or ``.gguf`` file.
-        options: any field of ``EngineConfig``, for example ``kv="shadowkv"``.
+        options: any field of ``EngineConfig``, for example ``kv="shadowkv"``. Of vLLM's others, those without a meaning
+            here are accepted with a line on stderr, as by the command line.
 
-    Raises TypeError for an option that there is not; else as ``Engine``.
+    Raises TypeError for an option that there is not, ValueError for one of vLLM's that is refused; else as ``Engine``.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        if unknown := [name for name in options if name not in EngineConfig.names()]:
+        own = {name: value for name, value in options.items() if name in EngineConfig.names()}
+        if unknown := [name for name in options if name not in own and name not in KEYWORDS]:
             raise TypeError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(EngineConfig.names())}")
-        self.engine = Engine(EngineConfig(model=model, **options))
+        for note in vllm_notes(vllm_keywords(options)):
+            print(f"note: {note}", file=sys.stderr, flush=True)
+        self.engine = Engine(EngineConfig(model=model, **own))
         warm_up(self.engine)
         self._tokenizer = self.engine.tokenizer
         self._numbers = itertools.count()
@@ -84,16 +90,19 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answers to ``prompts``, one or several, in order; ``sampling_params`` for all of them, or one each. Without
         any, they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
 
-        ``use_tqdm`` shows a bar on stderr, with tokens per second.
+        ``use_tqdm`` shows a bar on stderr, with tokens per second; ``lora_request`` is vLLM's, and None.
 
         Raises, before anything runs, TypeError for what is no prompt or no SamplingParams and RequestError for a prompt
         that could never be served; and RuntimeError for one that failed on the way. Ctrl-C ends them all between two
         steps; the engine can be used again.
         """
+        if lora_request is not None:
+            raise ValueError("lora_request must be None: one adapter is merged at load, LLM(model, adapter=DIR)")
         choices = self._choices(_prompts(prompts), sampling_params)
         tokens, began = 0, monotonic()
         answers = list({choice.of.request_id: choice.of for choice in choices}.values())
@@ -148,17 +157,26 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers to a conversation or to several, through the model's chat template, which gets ``tools`` and
-        ``chat_template_kwargs``. Special tokens in the texts of messages are plain text.
+        ``chat_template_kwargs``. A content is a text or a list of ``{"type": "text", "text": ...}``; with
+        ``continue_final_message`` the answer goes on where the last one ends. Special tokens in the texts of messages
+        are plain text.
 
         Raises TypeError for what is no conversation, ValueError where the template refuses one, and what ``generate``
         raises.
         """
         prompts = [
-            self._tokenizer.encode_chat(chat, add_generation_prompt, tools=tools, **(chat_template_kwargs or {}))
+            self._tokenizer.encode_chat(
+                chat,
+                add_generation_prompt and not continue_final_message,
+                tools=tools,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
             for chat in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -202,6 +220,10 @@ class LLM:
                 wanted = "a text" if key == "prompt" else "token ids"
                 raise TypeError(f"{name} must be {wanted}, and is {_kind(prompt)}")
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name} has half a surrogate pair at {error.start}, which is no character") from error
             return prompt, self._tokenizer.encode(prompt)
         if not isinstance(prompt, Iterable):
             raise TypeError(f"{name} must be {PROMPT_KINDS}, and is {_kind(prompt)}")
@@ -259,12 +281,24 @@ def _prompts(prompts: Any) -> list[Prompt]:
 def _conversations(messages: Any) -> list[Messages]:
     """One conversation or several, as a list; raises TypeError."""
     if isinstance(messages, Sequence) and not isinstance(messages, str):
-        if messages and all(isinstance(turn, Mapping) for turn in messages):
-            return [messages]
-        if all(isinstance(chat, Sequence) and all(isinstance(turn, Mapping) for turn in chat) for chat in messages):
-            return list(messages)
+        chats = [messages] if all(isinstance(turn, Mapping) for turn in messages) else messages
+        if all(isinstance(chat, Sequence) and all(isinstance(turn, Mapping) for turn in chat) for chat in chats):
+            if not all(chats):
+                raise ValueError("messages must not be empty: a conversation has at least one")
+            return [[_with_text(turn) for turn in chat] for chat in chats]
     wanted = "a list of {'role': …, 'content': …}, or a list of such lists"
     raise TypeError(f"messages must be {wanted}, and is {_kind(messages)}")
+
+
+def _with_text(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is one text, as templates read it; raises TypeError for parts that are no texts."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise TypeError(f'a part of a content must be {{"type": "text", "text": a text}}, and is {_kind(part)}')
+    return {**turn, "content": "\n".join(part["text"] for part in content)}
 
 
 def _kind(value: object) -> str:

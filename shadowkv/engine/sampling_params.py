@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from shadowkv.field_types import wrong_types
 
@@ -83,6 +84,10 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         if wrong := wrong_types(self):
             raise TypeError("; ".join(wrong))
+        if not all(_is_number(token, Integral) for token in self.stop_token_ids):
+            raise TypeError(f"stop_token_ids={self.stop_token_ids!r:.100} must be token ids, whole numbers")
+        if not all(_is_number(token, Integral) and _is_number(bias, Real) for token, bias in self.logit_bias.items()):
+            raise TypeError(f"logit_bias={self.logit_bias!r:.100} must have token ids as keys, and numbers as values")
         least = 1 if self.prompt_logprobs is None else 0
         bad = [
             f"{name}={getattr(self, name)} must be {rule}"
@@ -129,6 +134,10 @@ class SamplingParams:
     def rules(self) -> str | None:
         """What the output must follow: a JSON schema or a grammar."""
         return self.json_schema if self.grammar is None else self.grammar
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -135,7 +135,7 @@ def load_model(
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
         dtype: of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         device: where the weights go.
-        load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
+        load_format: ``auto``, ``safetensors`` (no .gguf file), or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
         hf_overrides: entries that replace those of the model's config, by the names of a config.json. With a
             ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
@@ -175,7 +175,7 @@ def load_model(
         # What cannot be run is refused before gigabytes of its weights are fetched.
         _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
-    path = resolve(source, weights=True, hub=hub)
+    path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
     files = read(path, max_model_len, hf_overrides, runnable)
@@ -250,6 +250,12 @@ def _tokenizer(source: str | Path | None, config: ModelConfig, hub: Hub) -> Toke
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(GGUFFile(path), config.eos_token_ids)
     return tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+
+
+def _of_format(path: Path, load_format: str) -> Path:
+    if path.suffix == ".gguf" and load_format == "safetensors":
+        raise SettingsError(f"load_format='safetensors': {path} is a GGUF file; leave it out", ["load_format"])
+    return path
 
 
 def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -> str | Path | None:

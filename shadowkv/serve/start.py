@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, add_config_file
 from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
-from shadowkv.serve.vllm_flags import add_vllm_flags, vllm_notes
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess

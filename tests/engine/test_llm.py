@@ -122,6 +122,31 @@ def test_chats_go_through_the_template(tiny_llm: LLM) -> None:
     assert without.prompt_token_ids == tiny_llm.get_tokenizer().encode_chat(chat, False)
 
 
+def test_contents_may_have_parts_and_the_last_may_be_continued(tiny_llm: LLM) -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    (answer,) = tiny_llm.chat([{"role": "user", "content": parts}], GREEDY)
+    encode = tiny_llm.get_tokenizer().encode_chat
+    assert answer.prompt_token_ids == encode([{"role": "user", "content": "H\ni"}])
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    (answer,) = tiny_llm.chat(chat, GREEDY, continue_final_message=True)
+    assert answer.prompt_token_ids == encode(chat, False, continue_final_message=True)
+    assert tiny_llm.get_tokenizer().decode(answer.prompt_token_ids).endswith("Well")
+    for part in ({"type": "image_url", "image_url": {"url": "a"}}, "text", {"type": "text"}):
+        with pytest.raises(TypeError, match=r"a part of a content must be .* and is"):
+            tiny_llm.chat([{"role": "user", "content": [part]}])
+
+
+def test_vllms_keywords_are_its_flags(tiny: Path, capsys: Any) -> None:
+    fine = {"pipeline_parallel_size": 1, "enable_lora": False, "task": "generate"}
+    given = {"trust_remote_code": True, "swap_space": 4, "enable_chunked_prefill": False}
+    llm = LLM(str(tiny), load_format="dummy", kv="full", max_model_len=512, max_num_seqs=1, **fine, **given)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [note.split()[1] for note in notes] == ["--no-enable-chunked-prefill", "--swap-space", "--trust-remote-code"]
+    assert llm.generate("Hi", GREEDY, use_tqdm=False, lora_request=None)[0].finished
+    with pytest.raises(ValueError, match=r"--enable-lora is not supported: .*--adapter DIR"):
+        LLM(str(tiny), enable_lora=True)
+
+
 @pytest.mark.parametrize(
     "prompts, words",
     [
@@ -155,8 +180,21 @@ def test_wrong_types_name_the_argument(tiny_llm: LLM, tiny: Path) -> None:
         SamplingParams(stop_token_ids=5)
     with pytest.raises(ValueError, match=r"stop=.* must be strings, none of them empty"):
         SamplingParams(stop=[1])
-    with pytest.raises(TypeError, match=r"LLM has no option swap_space; it has .*max_model_len"):
-        LLM(str(tiny), swap_space=4)
+    with pytest.raises(TypeError, match=r"LLM has no option swap_spaces; it has .*max_model_len"):
+        LLM(str(tiny), swap_spaces=4)
+    with pytest.raises(TypeError, match=r"stop_token_ids=\('a',\) must be token ids"):
+        SamplingParams(stop_token_ids=["a"])
+    for bias in ({"a": 1}, {1: "a"}, {True: 1}):
+        with pytest.raises(TypeError, match=r"logit_bias=.* must have token ids as keys, and numbers as values"):
+            SamplingParams(logit_bias=bias)
+    for chats in ([], [[]], [[{"role": "user", "content": "Hi"}], []]):
+        with pytest.raises(ValueError, match="messages must not be empty"):
+            tiny_llm.chat(chats)
+    for prompt in ("a\ud800b", {"prompt": "a\ud800b"}):
+        with pytest.raises(ValueError, match=r"prompts\[0\].* has half a surrogate pair at 1"):
+            tiny_llm.generate(prompt)
+    with pytest.raises(ValueError, match=r"lora_request must be None: .*adapter=DIR"):
+        tiny_llm.generate("Hi", lora_request=object())
     with pytest.raises(SettingsError, match="max_model_len='8k' must be int or None, and is str"):
         LLM(str(tiny), max_model_len="8k")
     with pytest.raises(SettingsError, match="enforce_eager=1 must be bool"):
