@@ -260,7 +260,9 @@ def test_the_first_process_is_killed(tiny_model: Path) -> None:
             assert seconds_until(lambda: all(map(is_gone, family))) < NOTICED
             for stream in streams:
                 stream.join()
-                assert stream.error is not None
+                # The first may have come to their ends before there were streams in both.
+                assert stream.error is not None or stream.text.rstrip().endswith("[DONE]")
+            assert any(stream.error for stream in streams)
         one.http.wait()
         one.assert_nothing_is_left(family)
 
