@@ -183,10 +183,10 @@ KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them all, without a word in ``--help``: ``vllm_notes`` reads what was given."""
     for flag in FLAGS:
-        values: dict[str, object] = {"action": argparse.BooleanOptionalAction}
+        values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.values:  # one value may be an object, which the dotted form writes
             values = {"nargs": flag.values, "metavar": "JSON"}
-        parser.add_argument(*flag.names, dest=flag.dest, default=None, help=argparse.SUPPRESS, **values)  # type: ignore[arg-type]
+        parser.add_argument(*flag.names, dest=flag.dest, default=None, help=argparse.SUPPRESS, **values)
 
 
 def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:

@@ -19,8 +19,11 @@ SNAPSHOT_NAME = f"[0-9a-f]{{{2 * LINK_BYTES}}}"
 SAVE_NAME = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of what a prompt may be saved as: also valid as a file name, and leads out of no directory."""
 
-KEPT_NAME = f"(?:[0-9a-f]{{16}}[.])?{SAVE_NAME}"
-"""Regular expression of the name on the disk: where a server has several API keys, a key's digest comes first."""
+OWNER_DIGITS = 16
+"""Hex digits that stand for whom a save belongs to, where a server keeps its API keys apart."""
+
+KEPT_NAME = f"(?:[0-9a-f]{{{OWNER_DIGITS}}}[.])?{SAVE_NAME}"
+"""Regular expression of the name on the disk, which begins with its owner if it has one."""
 
 _SNAPSHOT_NAME, _SAVE_NAME, _KEPT_NAME = map(re.compile, (SNAPSHOT_NAME, SAVE_NAME, KEPT_NAME))
 

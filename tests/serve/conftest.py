@@ -130,3 +130,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
     """Serves the tiny model, with files in ``cache`` unless told otherwise."""
     return partial(serving, tiny_model, tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, where there is one."""
+    from page_browser import chromium
+
+    try:
+        with chromium() as found:
+            yield found
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of it, with nothing kept."""
+    from page_browser import page_of
+
+    with page_of(browser) as found:
+        yield found

@@ -51,8 +51,10 @@ CASES = {
 
 @pytest.fixture
 def respond(ask, monkeypatch):
-    # The stand-in for a template that refuses a conversation without a user's beginning; the suite has one.
-    rendered = lambda self, messages, *_, **__: "".join(message["content"] for message in messages)  # noqa: E731
+    def rendered(self, messages, *_, **__):
+        return "".join(message["content"] for message in messages)
+
+    # The stand-in for a template refuses a conversation without a user's beginning; the suite has one.
     monkeypatch.setattr(FakeTokenizer, "apply_chat_template", rendered)
     return lambda reply, body: ask(URL, reply, max_output_tokens=200, **body)
 

@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 from http_server import http_server
-from page_browser import add, ask, chromium, look_at, page_of
+from page_browser import add, ask, look_at
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
@@ -54,21 +54,6 @@ class SlowReader(FakeEngine):
             yield output
             if output.is_progress:
                 await asyncio.sleep(self.pause)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as found:
-            yield found
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-def page(browser):
-    with page_of(browser) as found:
-        yield found
 
 
 @pytest.fixture

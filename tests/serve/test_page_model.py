@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from page_browser import Server, add, ask, chromium, look_at, page_of
+from page_browser import Server, add, ask, look_at
 from page_files import FACT, QUESTION, log
 
 pytestmark = pytest.mark.slow
@@ -27,20 +27,10 @@ def patience():
     expect.set_options(timeout=5_000)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as found:
-            yield found
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
-def page(browser):
-    with page_of(browser) as found:
-        found.set_default_timeout(LONGER)
-        yield found
+def page(page):
+    page.set_default_timeout(LONGER)
+    return page
 
 
 def started(browser, *flags):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,8 +114,8 @@ def test_the_host_of_a_target_is_checked_like_the_header(local: str) -> None:
 
 
 @contextmanager
-def two_keys(serve: Serve, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """Asks as either key."""
+def two_keys(serve: Serve, **settings: Any) -> Iterator[tuple[Any, Any, httpx.Client]]:
+    """Asks as either key, and what is asked with."""
     with serve(ServerSettings(api_key=("one", "two"), **settings)) as client:
 
         def asking(key: str) -> Any:
@@ -123,7 +124,7 @@ def two_keys(serve: Serve, **settings: Any) -> Iterator[tuple[Any, Any]]:
 
             return post
 
-        yield asking("one"), asking("two")
+        yield asking("one"), asking("two"), client.http
 
 
 def cached(post: Any, seed: int, **body: Any) -> int:
@@ -133,15 +134,33 @@ def cached(post: Any, seed: int, **body: Any) -> int:
 
 
 def test_keys_share_no_cached_prompts(serve: Serve) -> None:
-    with two_keys(serve) as (one, two):
+    with two_keys(serve) as (one, two, http):
         assert [cached(one, 1), cached(one, 1), cached(two, 1), cached(two, 1)] == [0, 1, 0, 1]
         assert [cached(one, 1, cache_salt="a"), cached(two, 1, cache_salt="a"), cached(one, 1, cache_salt="a")] == [
             *(0, 0, 1)
         ]
+        for key in ("one", "two"):
+            stats = http.get("/page/stats", headers=bearer(key)).json()
+            assert (stats["segments"], stats["segment_count"]) == ([], 0)
+
+
+def test_a_batch_s_cached_prompts_are_its_key_s(serve: Serve) -> None:
+    body = {"prompt": tokens(1), "max_tokens": 1}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+    with two_keys(serve) as (one, two, http):
+        mine = {"headers": bearer("one")}
+        file = http.post("/v1/files", files={"file": ("a.jsonl", line)}, data={"purpose": "batch"}, **mine).json()["id"]
+        asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = http.post("/v1/batches", json=asked, **mine).json()["id"]
+        for _ in range(600):
+            if (status := http.get(f"/v1/batches/{batch}", **mine).json()["status"]) == "completed":
+                break
+            time.sleep(0.1)
+        assert status == "completed" and [cached(two, 1), cached(one, 1)] == [0, 1]
 
 
 def test_keys_share_cached_prompts_where_asked_to(serve: Serve) -> None:
-    with two_keys(serve, cache_salt_by_key=False) as (one, two):
+    with two_keys(serve, cache_salt_by_key=False) as (one, two, _):
         assert [cached(one, 1), cached(two, 1)] == [0, 1]
 
 
@@ -154,7 +173,7 @@ def test_a_single_key_and_none_share() -> None:
 
 def test_a_save_belongs_to_its_key(serve: Serve) -> None:
     name = "x" * 64
-    with two_keys(serve) as (one, two):
+    with two_keys(serve) as (one, two, _):
         assert one("/cache/save", name=name, prompt=tokens(1)).status_code == 200
         error = error_of(two("/cache/restore", name=name), 404)
         assert error["code"] == "unknown_name" and error["message"] == f"nothing is saved as {name!r}"
@@ -168,32 +187,32 @@ def test_a_save_belongs_to_its_key(serve: Serve) -> None:
 # -- long bodies -------------------------------------------------------------------------------------------------------
 
 
-def test_long_bodies_of_one_key_leave_a_process_to_another(engine: FakeEngine) -> None:
-    slow = b'{"prompt": "a", "user": [' + b"[1],[2.5],[3]," * 80_000 + b"[]]}"
-    short = json.dumps({"prompt": "a", "max_tokens": 1, "user": "b" * 300_000}).encode()
-    with http_server(build_app(engine, "fake", ServerSettings(api_key=("one", "two")))) as url:
+def test_long_bodies_of_one_key_leave_a_process_to_another(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = build_app(engine, "fake", ServerSettings(api_key=("one", "two")))
+    apart, begun, over = app.state.bodies._apart, threading.Event(), threading.Event()
 
-        def send(raw: bytes, key: str) -> httpx.Response:
-            headers = {"Content-Type": "application/json", **bearer(key)}
-            return httpx.post(f"{url}/v1/completions", content=raw, headers=headers, timeout=300)
+    def held(raw: bytes, work: Callable[[bytes], Any]) -> Any:
+        if b"held" in raw:
+            begun.set()
+            assert over.wait(60)
+        return apart(raw, work)
 
-        for key in ("one", "two"):
-            assert send(short, key).status_code == 200  # the processes are there
-        done: list[float] = []
+    monkeypatch.setattr(app.state.bodies, "_apart", held)
+    with http_server(app) as url:
 
-        def hostile() -> None:
-            send(slow, "one")
-            done.append(time.monotonic())
+        def send(prompt: str, key: str) -> int:
+            body = {"prompt": prompt, "max_tokens": 1, "user": "b" * 300_000}
+            return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), timeout=30).status_code
 
-        others = [threading.Thread(target=hostile) for _ in range(8)]
-        for other in others:
-            other.start()
-        time.sleep(0.2)
-        assert send(short, "two").status_code == 200
-        answered = time.monotonic()
-        for other in others:
-            other.join()
-    assert answered < sorted(done)[5]  # without turns all eight are ahead of it
+        with ThreadPoolExecutor(4) as others:
+            sent = [others.submit(send, "held", "one") for _ in range(4)]
+            assert begun.wait(30)
+            time.sleep(0.3)  # the others have come, too
+            try:
+                assert send("short", "two") == 200
+            finally:
+                over.set()
+            assert [one.result() for one in sent] == [200] * 4
 
 
 @pytest.mark.parametrize(

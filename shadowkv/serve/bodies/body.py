@@ -33,6 +33,7 @@ Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_t
 """Fields of answers that clients send back, without any effect."""
 
 PIECE = 2**20
+"""Bytes of a body that are divided into strings and the rest at a time: millions of strings take memory."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -157,7 +158,7 @@ def _containers(raw: bytes) -> int:
 
 
 def _outside_strings(raw: bytes) -> bytes:
-    """JSON without what is within its strings; in pieces, as millions of strings take memory."""
+    """JSON without what is within its strings."""
     raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
     for start in range(0, len(raw), PIECE):
         parts = raw[start : start + PIECE].split(b'"')

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._served, self.app = self.app, self._unless_surplus
+        self._served, self.app = self.app, self._admitted
         self._owed: tuple[Owed | None, Any] = (None, None)
         self._idle = self._surplus = False
         self._received = 0
@@ -245,7 +245,8 @@ class Connection(H11Protocol):
         open_now = counted(self.config.settings.limit_concurrency, "connection")
         return f"this server has {open_now} open (--limit-concurrency)"
 
-    async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request on its way to the application, if its framing is sound and there is room for its connection."""
         _to_origin_form(scope)
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # what comes after could be taken for another request
@@ -253,6 +254,9 @@ class Connection(H11Protocol):
             response = error_response(ApiError(text), scope["path"])
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)
+        await self._unless_surplus(scope, receive, send)
+
+    async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not (self._surplus and self._are_too_many()) or scope["path"] in OPEN_PATHS:
             if scope["http_version"] == "1.1":  # others have no chunks
                 scope[BODY_WRITER] = BodyWriter(self).write

@@ -8,20 +8,20 @@ from contextvars import ContextVar
 from fastapi import Request
 from starlette.types import Scope
 
+from shadowkv.prefix_cache.protocol import OWNER_DIGITS
+
 OWNER = "shadowkv.owner"
 """Where a request's scope has its owner."""
 
 PROMPT_OWNER = "shadowkv.prompt_owner"
 """Where the scope of a request has whom its cached prompts belong to, if another process has checked its key."""
 
-DIGEST_DIGITS = 16
-
 _prompt_owner: ContextVar[str | None] = ContextVar("prompt_owner", default=None)
 
 
 def digest(key: bytes) -> str:
     """What stands for an API key in all that may outlive the server."""
-    return hashlib.sha256(b"shadowkv key" + key).hexdigest()[:DIGEST_DIGITS]
+    return hashlib.sha256(b"shadowkv key" + key).hexdigest()[:OWNER_DIGITS]
 
 
 def set_owner(scope: Scope, owner: str) -> None:
