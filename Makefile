@@ -18,8 +18,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
-serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
-	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
+serve: .venv/.installed ## Serve a small model with 65,536 tokens of context on port 8000 (more flags: make serve ARGS="--help")
+	$(PY) -m shadowkv.serve --model smollm2-135m-64k-chat --batch 48 $(ARGS)
 
 # In folders of its own: what an earlier build left in build/lib would go into the wheel.
 wheel: .venv/.installed .venv/.installed-nvcc ## Make a wheel with the C++ and the CUDA ops, in dist: it installs where no compiler is

@@ -74,6 +74,7 @@ CATALOGUE: dict[str, WheelFile | Adapted | None] = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     "smollm2-135m-64k": Adapted("smollm2-135m-instruct"),
+    "smollm2-135m-64k-chat": Adapted("smollm2-135m-instruct"),
     "llama-3.1-8b": None,
     "llama-3.1-70b": None,
     "llama-3-8b-1m": None,

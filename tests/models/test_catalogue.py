@@ -15,6 +15,7 @@ from shadowkv.ops.registry import Ops
 BILLIONS = {
     "smollm2-135m-instruct": 0.1345,
     "smollm2-135m-64k": 0.1345,
+    "smollm2-135m-64k-chat": 0.1345,
     "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.55,
     "llama-3.2-1b": 1.236,
@@ -45,8 +46,8 @@ def test_config_only_models_say_what_to_do() -> None:
         load_model("llama-3.1-8b")
 
 
-def test_an_adapted_model_has_its_adapter_and_its_config() -> None:
-    name = "smollm2-135m-64k"
+@pytest.mark.parametrize("name", ["smollm2-135m-64k", "smollm2-135m-64k-chat"])
+def test_an_adapted_model_has_its_adapter_and_its_config(name: str) -> None:
     config = load_config(name)
     assert (config.rope.theta, config.max_position) == (4e6, 65536)
     assert load_model(name, load_format="dummy").name == name
