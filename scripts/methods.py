@@ -54,6 +54,13 @@ METHODS = (
         ("ops/test_ragged_attention.py", "kvcache/test_packed_prefill.py"),
     ),
     Method(
+        "mixtures of experts",
+        ("layers/moe.py", "models/checkpoints/experts.py"),
+        ("grouped_matmul",),
+        (),
+        ("ops/test_grouped_matmul.py", "models/test_experts.py", "models/test_experts_engine.py"),
+    ),
+    Method(
         "sliding windows",
         ("kvcache/sequences/layout.py", "kvcache/sequences/pool.py"),
         ("paged_window_attention", "causal_window_attention"),

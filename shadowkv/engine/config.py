@@ -78,6 +78,7 @@ class EngineConfig:
     quantization: str | None = None
     device: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     rope_theta: float | None = None
     hf_overrides: Mapping[str, Any] | None = None
     enforce_eager: bool = False
@@ -223,6 +224,8 @@ class EngineConfig:
             metavar="N",
             help="GPUs of this machine that the model is cut up for, a process each (default: %(default)s)",
         )
+        text = "of a mixture of experts each of those GPUs has some whole, instead of a part of every one"
+        add(model, "--enable-expert-parallel", "-ep", action="store_true", help=text)
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         add(model, "--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")

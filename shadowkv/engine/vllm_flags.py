@@ -47,7 +47,7 @@ def _refused(*names: str, words: str, values: int | str = 1, fine: tuple[str, ..
 
 
 _ADAPTER = "one PEFT adapter is merged at load: --adapter DIR"
-_EXPERTS = "models are dense, without experts; --tensor-parallel-size N cuts them up"
+_EXPERTS = "experts stay where they are loaded; --enable-expert-parallel: whole ones on every GPU"
 _HOSTS = "an engine has the GPUs of one machine; on several machines replicas answer: shadowkv ray serve --replicas N"
 _PROMPTS = "long prompts take turns by themselves"
 _SPECULATIVE = "no drafted tokens; --kv turbo makes steps of long contexts faster"
@@ -131,7 +131,6 @@ FLAGS = (
     _refused("--data-parallel-size-local", "-dpl", words=_REPLICAS, fine=("1",)),
     _refused("--data-parallel-backend", "-dpb", words=_REPLICAS, fine=("mp",)),
     _refused("--decode-context-parallel-size", "-dcp", words="a cache is cut up by heads alone", fine=("1",)),
-    _refused("--enable-expert-parallel", "-ep", words=_EXPERTS, values=0),
     _refused("--enable-eplb", words=_EXPERTS, values=0),
     _refused("--enable-dbo", words=_EXPERTS, values=0),
     _refused("--nnodes", "-n", words=_HOSTS, fine=("1",)),

@@ -1,4 +1,5 @@
-"""Decoder layer: attention and MLP around the residual stream, whole or in the two passes of a blockwise prefill."""
+"""Decoder layer: attention and an MLP or experts around the residual stream, whole or in the two passes of a blockwise
+prefill."""
 
 from __future__ import annotations
 
@@ -8,25 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
-from shadowkv.layers.computing import Computing
+from shadowkv.layers.mlp import MLP
+from shadowkv.layers.moe import MixtureOfExperts
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.spec import LayerSpec, projection
-
-
-class MLP(Computing):
-    """Gated MLP (SwiGLU, arXiv:2002.05202): down(silu(gate(x)) * up(x)), gate and up joined in one matrix product."""
-
-    calls = ("silu_mul",)
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__()
-        self.group = spec.group
-        self.gate_up = projection(spec, "mlp.gate_up", spec.hidden_size, 2 * spec.intermediate_size)
-        self.down = projection(spec, "mlp.down", spec.intermediate_size, spec.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        return self.group.sum(self.down(self.ops.silu_mul(self.gate_up(x))))
+from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
@@ -49,7 +35,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm()
         self.attention = Attention(spec, layer)
         self.mlp_norm = norm()
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec, spec.intermediate_size) if spec.experts is None else MixtureOfExperts(spec, spec.experts)
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
 

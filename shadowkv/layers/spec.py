@@ -14,13 +14,67 @@ from shadowkv.layers.quantised_matrix import QuantisedLinear, Run
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen, and how their outputs are weighted.
+
+    Attributes:
+        experts: E, of a layer.
+        per_token: k, how many of them a token is given to.
+        scores: ``softmax`` over all experts, or ``sigmoid`` of each by itself.
+        normalised: the weights of a token's experts are divided by their sum.
+        scale: what weights are multiplied with.
+        groups, groups_per_token: experts stand in so many groups of the same size, and those of a token are in so many
+            of them: where the sum of the two best experts is largest (DeepSeek-V3, arXiv:2412.19437).
+        corrected: a learned number is added to the score of each expert where experts are chosen, and not in weights.
+    """
+
+    experts: int
+    per_token: int
+    scores: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    corrected: bool = False
+
+    def share_touched(self, tokens: int) -> float:
+        """Share of the experts that so many tokens are given to, as expected where all are chosen equally often."""
+        return 1 - (1 - self.per_token / self.experts) ** tokens
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that some layers have in place of an MLP.
+
+    Attributes:
+        routing: how tokens choose among them.
+        intermediate_size: inner width of one of them.
+        shared_size: inner width of the expert that every token is given to; 0 if there is none.
+        shared_gate: what that adds is multiplied with the sigmoid of a learned product with the token.
+        held: the first expert whose weights are here, and the one after the last; None for all.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    held: tuple[int, int] | None = None
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """``held``, of all experts too."""
+        return self.held or (0, self.routing.experts)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer; all layers of a model are alike except for ``runs``.
+    """One decoder layer; all layers of a model are alike except for ``experts`` and ``runs``.
 
     Attributes:
         shape: heads and head dimensions.
         hidden_size: D, width of the residual stream.
         intermediate_size: I, width of the MLP.
+        experts: what the layer has in place of the MLP; None for nothing.
         rms_norm_eps: added to the mean square in every RMSNorm.
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
@@ -36,6 +90,7 @@ class LayerSpec:
     shape: ModelShape
     hidden_size: int
     intermediate_size: int
+    experts: Experts | None
     rms_norm_eps: float
     qkv_bias: bool
     out_bias: bool

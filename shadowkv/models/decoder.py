@@ -57,6 +57,7 @@ class Decoder(nn.Module):
             shape=config.shape,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
+            experts=None,
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=config.qkv_bias,
             out_bias=config.attention_out_bias,
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
         )
         self.embedding = self._table(runs.get("embedding"))
         self.layers = nn.ModuleList(
-            DecoderLayer(replace(spec, runs=_within(f"layers.{layer}.", runs)), layer)
+            DecoderLayer(replace(spec, experts=config.experts_of(layer), runs=_within(f"layers.{layer}.", runs)), layer)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device)
@@ -118,7 +119,10 @@ class Decoder(nn.Module):
         """How weights are stored."""
         dtype, quantised = str(self.dtype).removeprefix("torch."), self.config.quantization
         quantised = quantised or " and ".join(self.forms)
-        return f"{dtype}, {quantised} weights" if quantised else dtype
+        if not quantised:
+            return dtype
+        but = " but those of experts" if self.config.quantization and self.config.experts else ""
+        return f"{dtype}, {quantised} weights{but}"
 
     @property
     def forms(self) -> list[str]:
@@ -142,10 +146,18 @@ class Decoder(nn.Module):
         """Bytes of the weights, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    def bytes_read(self, batch: int) -> float:
+        """Bytes of the weights that a decode step of ``batch`` sequences reads: of an embedding table that is not also
+        the head, only rows; of experts those that are expected where all are chosen equally often."""
+        read = self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
+        if self.config.experts is None:
+            return read
+        return read - (1 - self.config.experts.routing.share_touched(batch)) * self.expert_bytes
+
     @property
-    def num_bytes_read(self) -> int:
-        """Bytes of the weights that a decode step reads; of an embedding table that is not also the head, only rows."""
-        return self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of experts among which tokens choose."""
+        return sum(weight.nbytes for name, weight in self.named_parameters() if ".mlp.experts." in name)
 
     def _computing(self) -> Iterator[Computing]:
         return (module for module in self.modules() if isinstance(module, Computing))

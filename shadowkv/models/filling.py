@@ -12,7 +12,7 @@ from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
 from shadowkv.models.checkpoints.files import in_words
 from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.families.weight_names import Targets
+from shadowkv.models.families.weight_names import Target, Targets
 from shadowkv.models.sharding import Shard
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
@@ -100,10 +100,10 @@ def stored_runs(
     }
 
 
-def quantised(model: nn.Module, targets: Targets) -> list[str]:
-    """Names of the tensors that become weights of quantised projections."""
+def quantised(model: nn.Module, targets: Targets) -> dict[str, Target]:
+    """Tensors that become weights of quantised projections: those of ``targets``, by name."""
     parameters = {name for name, _ in model.named_parameters()}
-    return [name for name, target in targets.items() if target.parameter + SCALE in parameters]
+    return {name: target for name, target in targets.items() if target.parameter + SCALE in parameters}
 
 
 def _is_derived(name: str) -> bool:

@@ -16,6 +16,7 @@ from shadowkv.layers.group import ALONE, Group
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS, QUANTIZATIONS
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
+from shadowkv.models.checkpoints.experts import SeparateExperts
 from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
@@ -126,6 +127,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     group: Group = ALONE,
+    expert_parallel: bool = False,
     hub: Hub = HUB,
     tokenizer: str | Path | None = None,
 ) -> LoadedModel:
@@ -144,6 +146,7 @@ def load_model(
             the GPU has arithmetic for them. A name of ``SHAPES`` is the form of random weights; with files it has to be
             the method that these are quantised with.
         group: the ranks that the model is split across.
+        expert_parallel: each rank has some of the experts whole, instead of a part of every one.
         hub: what of the hub is used, where ``source`` is an id there.
         tokenizer: a source whose tokenizer is used instead of the model's own.
 
@@ -170,7 +173,8 @@ def load_model(
             device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub)
         )
         read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
-        return _dummy(config, forms, weights_dtype, device, group, name, read_tokenizer)
+        shard = Shard(config, group.rank, group.size, expert_parallel)
+        return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
         _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
@@ -178,10 +182,10 @@ def load_model(
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
-    files = read(path, max_model_len, hf_overrides, runnable)
+    files = _with_separate_experts(read(path, max_model_len, hf_overrides, runnable))
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
-    shard = Shard(files.config, group.rank, group.size)
+    shard = Shard(files.config, group.rank, group.size, expert_parallel)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group)
     return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
 
@@ -216,9 +220,11 @@ def _load(
     fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
     if stay:
         others = {weight: form for weight, form in files.forms.items() if not storage.keeps(form, device)}
-        notes += storage.dequantised(others, shapes, dtype, device)
-    elif files.method is not None:
-        notes += storage.in_fp8(files.forms, quantised(model, targets))
+    else:
+        in_fp8 = quantised(model, targets)
+        others = {weight: form for weight, form in files.forms.items() if weight not in in_fp8}
+        notes += [] if files.method is None else storage.in_fp8(files.forms, in_fp8)
+    notes += storage.dequantised(others, shapes, dtype, device)
     return model, tuple(notes)
 
 
@@ -276,7 +282,7 @@ def _stated(source: str | Path) -> Path | None:
 
 
 def _dummy(
-    config: ModelConfig,
+    shard: Shard,
     forms: Mapping[str, Form],
     dtype: torch.dtype,
     device: torch.device,
@@ -285,12 +291,11 @@ def _dummy(
     tokenizer: Callable[[], Tokenizer],
 ) -> LoadedModel:
     """A model of random weights."""
-    shard = Shard(config, group.rank, group.size)
     runs = storage.planned_runs(shard, forms, dtype)
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)
-    return LoadedModel(config, shard, model, tokenizer(), name)
+    return LoadedModel(shard.whole, shard, model, tokenizer(), name)
 
 
 @dataclass(frozen=True)
@@ -350,6 +355,25 @@ def _directory(
     if weights.of_caches:
         notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
     return _Files(config, tokenizer, weights.shapes, weights.stream(), weights.forms, format.method, tuple(notes))
+
+
+def _with_separate_experts(files: _Files) -> _Files:
+    """``files`` with a weight for each expert, and without those of layers that draft tokens."""
+    config = files.config
+    if config.experts is None:
+        return files
+    drafting = range(config.num_layers, config.num_layers + config.draft_layers)
+    separate, notes = SeparateExperts(files.shapes, config.experts.routing.experts, drafting), files.notes
+    if separate.left_out:
+        count = counted(len(separate.left_out), "weight")
+        notes = (*notes, f"{count} of layers that draft tokens are not used: {separate.left_out[0]}, ...")
+    return replace(
+        files,
+        shapes=separate.shapes,
+        tensors=separate.tensors(files.tensors),
+        forms=separate.forms(files.forms),
+        notes=notes,
+    )
 
 
 def _name(source: str | Path) -> str:

@@ -1,4 +1,5 @@
-"""Which part of a model a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary.
+"""Which part of a model a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary, and of
+experts a part of every one's inner width, or some of them whole.
 
 Megatron-LM (arXiv:1909.08053), section 3: rows of what produces heads and the MLP's inner values, columns of what
 consumes them; the ranks' outputs are then summed.
@@ -49,11 +50,13 @@ class Shard:
     Attributes:
         whole: the whole model.
         rank, size: this rank's number, and the number of ranks.
+        expert_parallel: experts are whole, and each is on one rank.
     """
 
     whole: ModelConfig
     rank: int = 0
     size: int = 1
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -64,6 +67,9 @@ class Shard:
                 f"{counted(self.whole.num_query_heads, 'query head')}",
                 ["tensor_parallel_size"],
             )
+        if self.expert_parallel and self.whole.experts is None:
+            reason = f"enable_expert_parallel: {self.whole.architecture} models have no experts; leave it out"
+            raise SettingsError(reason, ["enable_expert_parallel"])
         _ = self.config  # raises for invalid sizes
 
     @property
@@ -95,7 +101,41 @@ class Shard:
     @property
     def inner(self) -> Span:
         """The MLP's inner values that are computed here."""
-        return share(self.whole.intermediate_size, self.rank, self.size, INNER_MULTIPLE)
+        return self._inner("intermediate_size", self.whole.intermediate_size)
+
+    def _inner(self, name: str, width: int) -> Span:
+        """This rank's share of an inner width; raises SettingsError if it has none."""
+        first, last = share(width, self.rank, self.size, INNER_MULTIPLE)
+        if first == last:
+            reason = f"tensor_parallel_size={self.size} is too much for {name}={width}"
+            raise SettingsError(reason, ["tensor_parallel_size"])
+        return first, last
+
+    @property
+    def experts(self) -> Span:
+        """The experts that are here, whole or in part."""
+        assert self.whole.experts is not None, "there are no experts"
+        count = self.whole.experts.routing.experts
+        if not self.expert_parallel:
+            return 0, count
+        if self.size > count:
+            reason = f"tensor_parallel_size={self.size} is more than the {counted(count, 'expert')} of a layer"
+            raise SettingsError(reason, ["tensor_parallel_size", "enable_expert_parallel"])
+        return share(count, self.rank, self.size)
+
+    @property
+    def experts_inner(self) -> Span:
+        """The inner values that are computed here of each of those experts."""
+        assert self.whole.experts is not None, "there are no experts"
+        width = self.whole.experts.intermediate_size
+        return (0, width) if self.expert_parallel else self._inner("the experts' intermediate_size", width)
+
+    @property
+    def shared_inner(self) -> Span:
+        """The inner values that are computed here of the expert that every token is given to."""
+        assert self.whole.experts is not None, "there are no experts"
+        width = self.whole.experts.shared_size
+        return self._inner("the shared expert's intermediate_size", width) if width else (0, 0)
 
     @property
     def vocabulary(self) -> Span:
@@ -106,11 +146,22 @@ class Shard:
     @cached_property
     def config(self) -> ModelConfig:
         """The model as the rank's layers and its cache see it: heads and inner width are its own."""
-        (q0, q1), (k0, k1), (i0, i1) = self.query_heads, self.kv_heads, self.inner
-        if i0 == i1:
-            reason = f"tensor_parallel_size={self.size} is too much for intermediate_size={i1}"
-            raise SettingsError(reason, ["tensor_parallel_size"])
-        return replace(self.whole, num_query_heads=q1 - q0, num_kv_heads=k1 - k0, intermediate_size=i1 - i0)
+        whole = self.whole
+        config = replace(
+            whole,
+            num_query_heads=_length(self.query_heads),
+            num_kv_heads=_length(self.kv_heads),
+            intermediate_size=_length(self.inner) if whole.has_mlps else whole.intermediate_size,
+        )
+        if whole.experts is None or self.size == 1:
+            return config
+        experts = replace(
+            whole.experts,
+            intermediate_size=_length(self.experts_inner),
+            shared_size=_length(self.shared_inner),
+            held=self.experts,
+        )
+        return replace(config, experts=experts)
 
     def policy(self, spec: KVSpec) -> KVSpec:
         """The policy for the rank's heads, resolved; raises ValueError for an invalid one."""
@@ -143,6 +194,8 @@ class Shard:
         queries, keys = _times(self.query_heads, dim), _times(self.kv_heads, dim)
         if self.size == 1:
             return None
+        if module.startswith(("mlp.experts.", "mlp.shared.")):
+            return self._cut_experts(module)
         if parameter in ("embedding", "head"):
             return Cut((self.vocabulary,))
         if module == "attention.qkv":
@@ -154,6 +207,22 @@ class Shard:
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
             return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
         return None
+
+    def _cut_experts(self, module: str) -> Cut:
+        """``cut`` for experts, whose rows are one after the other, or for the one that they share."""
+        experts, hidden = self.whole.experts, self.whole.hidden_size
+        assert experts is not None, "there are no experts"
+        if module.startswith("mlp.shared."):
+            numbers, size, inner = range(1), experts.shared_size, self.shared_inner
+        else:
+            numbers, size, inner = range(*self.experts), experts.intermediate_size, self.experts_inner
+        if module.endswith(".down"):
+            rows = numbers.start * hidden, numbers.stop * hidden
+            return Cut((rows,), None if inner == (0, size) else inner)
+        if inner == (0, size):
+            return Cut(((numbers.start * 2 * size, numbers.stop * 2 * size),))
+        halves = range(2 * numbers.start, 2 * numbers.stop)
+        return Cut(tuple(_moved(inner, half * size) for half in halves))
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
         """Which parts of a tensor, which is rows ``start`` to ``stop`` of a whole parameter, go to which of its rows
@@ -188,6 +257,10 @@ class Shard:
 def vocabulary_rows(config: ModelConfig, size: int) -> int:
     """Rows of every rank's part of the embedding and the head; the last ones may be padding."""
     return -(-config.vocab_size // size)
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
 
 
 def _times(span: Span, factor: int) -> Span:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from math import prod
 
 import torch
@@ -89,7 +89,7 @@ def dequantised(
     ]
 
 
-def in_fp8(forms: Forms, names: Sequence[str]) -> list[str]:
+def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:
     """What of the weights ``names``, which are in 8-bit floats here, is not as quantised files have it, a line each."""
     lines, plain = [], [name for name in names if name not in forms]
     if plain:

@@ -29,6 +29,7 @@ NAMES = (
     "dequantise_rows",
     "fetch_chunks",
     "find_outliers",
+    "grouped_matmul",
     "low_rank_basis",
     "merge_attention",
     "min_max_scores",

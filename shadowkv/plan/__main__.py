@@ -95,6 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="GPUs that the model is cut up for; figures are the first one's (default: %(default)s)",
     )
+    many.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="of experts, each has some whole")
     many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
     machine = parser.add_argument_group("machine")
     text = "whose memory and bandwidths these are; measured on an H200, for others by data sheet (default: %(default)s)"
@@ -140,7 +141,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
         args.kv_offload_gib,
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
-    shard = Shard(config, 0, args.tensor_parallel_size)
+    shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
     planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
     plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
     if args.json:
@@ -157,6 +158,7 @@ def _check(args: argparse.Namespace) -> None:
         kv_offload_gib=args.kv_offload_gib,
         fetch_buffer=args.fetch_buffer,
         tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
     )
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"

@@ -59,9 +59,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The shortest time of a decode step given the bytes it reads, and the highest rate that this allows."""
+    """The shortest time of a decode step given the bytes it reads, also of weights, and the highest rate that this
+    allows."""
 
     batch: int
+    weight_bytes: float
     step_ms: float
     tokens_per_second: float
 
@@ -112,7 +114,8 @@ class Planner:
         weight_bytes: of the whole model.
         dequantised_bytes: of it with weights in ``forms`` dequantised, as a GPU without products for them holds them;
             None where there are none.
-        weight_bytes_read: bytes that a step reads.
+        bytes_read: bytes of the weights that a step of so many sequences reads (``Decoder.bytes_read``).
+        expert_bytes: of the weights, those of experts of which a token is given to a few.
         usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
             need for each sequence, policies for fitting and sealing, and tables of RoPE come on top.
@@ -138,7 +141,7 @@ class Planner:
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
-        self.weight_bytes_read = model.num_bytes_read
+        self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
@@ -156,11 +159,11 @@ class Planner:
         what = layout, self.context, self.hit_rate
         reads, device_bandwidth = step_reads(layout.main, *what[1:]), machine.device_bandwidth_tbs * 1e12
         attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
-        weights = self.weight_bytes_read / device_bandwidth
 
         def floor(size: int) -> StepFloor:
-            seconds = size * attention + weights
-            return StepFloor(size, seconds * 1e3, size / seconds)
+            weights = self.bytes_read(size)
+            seconds = size * attention + weights / device_bandwidth
+            return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
         full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * shape.num_layers
         return Plan(
@@ -191,7 +194,7 @@ class Planner:
         while size <= MOST_GPUS:
             if size > self.shard.size:
                 try:
-                    shard = Shard(self.shard.whole, 0, size)
+                    shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)
                     other = Planner(shard, self.dtype, self.context, self.machine, self.hit_rate, self.fetch_buffer)
                     if other._largest_batch(other._layout(spec)).both:
                         return size

@@ -22,7 +22,8 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         *_ranks(planner),
         f"context  {counted(planner.context, 'token')} per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
-        f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
+        f"{planner.bytes_read(1) / GIB:.2f} GiB of them read in a step{' of one sequence' if config.experts else ''}",
+        *_experts(planner, plans),
         *_dequantised(planner),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
@@ -46,6 +47,22 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         for name, cells in rows
     ]
     return "\n".join(head + table)
+
+
+def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
+    """What of the experts' weights steps read."""
+    config = planner.config
+    if config.experts is None:
+        return []
+    routing, layers = config.experts.routing, config.num_layers - len(config.dense_layers)
+    touched = [
+        f"{plan.largest.weight_bytes / GIB:.2f} of {plan.largest.batch} ({plan.kv})" for plan in plans if plan.largest
+    ]
+    return [
+        f"experts  {routing.experts} in {counted(layers, 'layer')}, {routing.per_token} a token: "
+        f"{planner.expert_bytes / GIB:.2f} GiB of the weights; steps read by expectation "
+        + ", ".join([f"{planner.bytes_read(1) / GIB:.2f} GiB of weights for one sequence", *touched])
+    ]
 
 
 def _dequantised(planner: Planner) -> list[str]:
@@ -132,7 +149,8 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "replicas": planner.replicas,
         "weight_bytes": planner.weight_bytes,
         "weight_bytes_dequantised": planner.dequantised_bytes,
-        "weight_bytes_read_per_step": planner.weight_bytes_read,
+        "weight_bytes_read_per_step": planner.bytes_read(1),
+        "expert_weight_bytes": planner.expert_bytes,
         "prefill_reserve_bytes": planner.prefill_bytes,
         "graph_reserve_bytes": planner.graph_bytes,
         "device_cache_bytes": planner.cache_bytes,

@@ -49,6 +49,7 @@ SET = EngineConfig(
     quantization="fp8",
     device="cpu",
     tensor_parallel_size=2,
+    enable_expert_parallel=True,
     rope_theta=5e6,
     hf_overrides={"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     enforce_eager=True,

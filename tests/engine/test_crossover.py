@@ -11,6 +11,7 @@ from shadowkv.engine.startup.crossover import COSTS, dense_below
 from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.layers.spec import Routing
 from shadowkv.models.loader import load_config
 
 LLAMA = load_config("llama-3.1-8b")
@@ -40,6 +41,15 @@ def test_prompts_of_one_block_are_never_compressed(monkeypatch):
 def test_what_never_pays_is_never_compressed(monkeypatch):
     monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], row=1.0))
     assert below("turbo", 48) == 131073
+
+
+def test_a_mixture_of_experts_compresses_as_late_as_the_weights_that_its_batch_reads(monkeypatch):
+    """Compressed, more sequences fit, and more experts are read for them: less is gained than if that cost nothing."""
+    model = load_config("qwen3-30b-a3b-2507")
+    layout = Layout(preset("turbo"), model.shape, torch.bfloat16, 131072)
+    counted = dense_below(model, layout, "cuda", 16, 10 * 2**30)
+    monkeypatch.setattr(Routing, "share_touched", lambda self, tokens: 1.0)
+    assert counted > dense_below(model, layout, "cuda", 16, 10 * 2**30)
 
 
 def test_a_card_too_small_for_a_dense_batch_compresses_sooner():

@@ -31,6 +31,19 @@ LONGROPE = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+GLM_EXPERTS = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 1,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 1,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -62,6 +75,20 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3-longrope": {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
     "glm": {"model_type": "glm", "head_dim": 16},
     "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe-some-dense": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 48},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**GLM_EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3},
+    "glm4_moe-qk-norm": {**GLM_EXPERTS, "use_qk_norm": True, "norm_topk_prob": False, "n_shared_experts": 2},
     "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
 }
 
@@ -73,6 +100,8 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").float().eval()
     # transformers starts with zero biases and unit norms, which would hide a bias or a norm that is left out.
     with torch.no_grad():
+        for corrected in corrections(model):
+            corrected.normal_(0, 0.3)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
@@ -81,6 +110,11 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
     model.save_pretrained(directory, safe_serialization=True, **save)
     write_tokenizer(directory)
     return model
+
+
+def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What routers add to scores, which transformers does not count as parameters."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -26,6 +26,20 @@ TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    **{
+        f"mlp.{shared}.{theirs}_proj": f"ffn_{theirs}_shexp"
+        for shared in ("shared_expert", "shared_experts")
+        for theirs in ("gate", "up", "down")
+    },
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -50,7 +64,7 @@ def write_model(
     that those stand for.
     """
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -60,15 +74,19 @@ def write_model(
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    rotating = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(head_dim * rotating))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    fields = expert_fields(config) | fields
     for key, value in fields.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}[
+            type(value)
+        ]
         add(f"{arch}.{key}", value)
     add_letters(writer, config.vocab_size)
     tied = config.tie_word_embeddings
-    for name, tensor in {**model.state_dict(), **(extra or {})}.items():
+    for name, tensor in {**with_apart_halves(model.state_dict()), **(extra or {})}.items():
         if tied and name == "lm_head.weight":
             continue
         if arch == "llama" and ".q_proj." in name:
@@ -76,6 +94,8 @@ def write_model(
         if arch == "llama" and ".k_proj." in name:
             tensor = paired_rows(tensor, config.num_key_value_heads)
         name = gguf_name(name)
+        if arch == "glm4moe":
+            name = name.replace(".ffn_norm.", ".post_attention_norm.")
         kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
         if kind is None:
             writer.add_tensor(name, tensor.contiguous().numpy())
@@ -102,7 +122,46 @@ def quantised(tensor: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 
+def with_apart_halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gate and the up projections of experts as tensors of their own."""
+    apart = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            apart |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        else:
+            apart[name] = tensor
+    return apart
+
+
+def expert_fields(config: Any) -> dict[str, Any]:
+    """Metadata of experts, as the converter writes it."""
+    if (experts := getattr(config, "num_local_experts", getattr(config, "num_experts", None))) is None:
+        return {}
+    fields: dict[str, Any] = {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if config.model_type != "mixtral":
+        fields["expert_feed_forward_length"] = config.moe_intermediate_size
+    if config.model_type == "qwen2_moe":
+        fields["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if config.model_type == "glm4_moe":
+        fields |= {
+            "expert_shared_count": config.n_shared_experts,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_gating_func": 2,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+    return fields
+
+
 def gguf_name(name: str) -> str:
+    if ".mlp.experts." in name:
+        _, _, layer, _, _, projection = name.split(".")
+        return f"blk.{layer}.ffn_{projection.removesuffix('_proj')}_exps.weight"
+    if name.endswith(".e_score_correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     module, _, kind = name.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{kind}"

@@ -26,6 +26,10 @@ BILLIONS = {
     "qwen3-8b": 8.191,
     "qwen3-14b": 14.768,
     "qwen3-32b": 32.762,
+    "qwen3-30b-a3b-2507": 30.532,
+    "qwen3-235b-a22b-2507": 235.094,
+    "glm-4.5-air": 106.852,
+    "mixtral-8x7b": 46.703,
     "llama-3-8b-1m": 8.03,
     "glm-4-9b-1m": 9.48,
     "yi-9b-200k": 8.83,
@@ -38,7 +42,9 @@ BILLIONS = {
 def test_configs_have_the_published_size(name: str) -> None:
     model = Decoder(load_config(name), torch.bfloat16, "meta")
     assert model.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
-    assert model.num_bytes == 2 * model.num_parameters
+    routers = sum(weight.numel() for weight in model.parameters() if weight.dtype == torch.float32)
+    assert model.num_bytes == 2 * (model.num_parameters + routers)
+    assert (routers > 0) == (name == "glm-4.5-air")
 
 
 def test_config_only_models_say_what_to_do() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_cache import DenseBatch, DenseCache, packed_logits
-from families import CASES, TINY, build, oracle_logits
+from families import CASES, TINY, build, corrections, oracle_logits
 
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
@@ -35,7 +35,7 @@ def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     loaded = load_model(tmp_path, dtype=torch.float32, max_model_len=max_model_len)
     assert loaded.config == load_config(tmp_path, max_model_len)
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
-    expected = sum(parameter.numel() for parameter in oracle.parameters())
+    expected = sum(weight.numel() for weight in (*oracle.parameters(), *corrections(oracle)))
     assert loaded.model.num_parameters == expected
     assert loaded.model.num_bytes == 4 * expected
 
@@ -59,7 +59,7 @@ def test_sharded_files(tmp_path: Path) -> None:
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "llama-yarn", "phi3-longrope", "glm4", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-3.1", "llama-yarn", "phi3-longrope", "glm4", "qwen3", "glm4_moe"])
 def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
     build(name, tmp_path)
     file = tmp_path / "config.json"
@@ -75,7 +75,7 @@ def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
     assert load_config(tmp_path) == new_config
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("block", [1, 5, 64])
 def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> None:
     build(name, tmp_path)

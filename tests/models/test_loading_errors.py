@@ -77,8 +77,8 @@ def test_missing_tokenizer(llama: Path) -> None:
     ("kind", "said"),
     [
         ("mamba", "'mamba' is not supported; supported: llama, mistral"),
-        ("qwen3_moe", "'qwen3_moe' is not supported; nearest: qwen3; supported: llama"),
-        ("mixtral", "'mixtral' is not supported; nearest: mistral; supported: llama"),
+        ("qwen3_next", "'qwen3_next' is not supported; nearest: qwen3_moe; supported: llama"),
+        ("ministral", "'ministral' is not supported; nearest: mistral; supported: llama"),
     ],
 )
 def test_unknown_model_type(llama: Path, kind: str, said: str) -> None:

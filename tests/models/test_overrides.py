@@ -113,7 +113,7 @@ def test_scalings_in_tensors_of_a_gguf_file_are_replaced(tmp_path: Path) -> None
 VALUES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 96,
-    "intermediate_size": 81,
+    "intermediate_size": 88,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
@@ -134,6 +134,23 @@ VALUES: dict[str, Any] = {
     "sliding_window": 9,
     "use_sliding_window": False,
     "layer_types": ["full_attention", "sliding_attention"],
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+    "qkv_bias": False,
+    "use_qk_norm": True,
+    "n_shared_experts": 3,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "num_nextn_predict_layers": 1,
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -142,6 +159,10 @@ VALUES: dict[str, Any] = {
 def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path) -> None:
     config = {**TINY, "model_type": model_type, "sliding_window": 128, "attention_bias": False, "head_dim": 16}
     config |= {"use_sliding_window": True, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    if "experts" in str(family(model_type).FIELDS):
+        counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+        config |= {**counts, "num_experts_per_tok": 2, "norm_topk_prob": False, "n_group": 4, "topk_group": 2}
+        config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = load_config(tmp_path)
     for name, value in VALUES.items():

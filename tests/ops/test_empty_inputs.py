@@ -239,6 +239,10 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((0, H * G, D), None),
     ),
     "rebuild_rows": no_pages_to_rebuild,
+    "grouped_matmul": lambda ops: returns(
+        ops.grouped_matmul(floats(0, D), floats(3, H, D), torch.zeros(3, dtype=torch.int32, device=DEVICE)),
+        ((0, H), None),
+    ),
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
     "apply_rope": lambda ops: returns(ops.apply_rope(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
     "scaled_matmul": lambda ops: returns(

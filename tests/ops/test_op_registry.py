@@ -86,6 +86,7 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
     # Nor does it call the others: on a GPU no weight stays in blocks, and steps are graphs.
     assert slow == {*QuantisedMatrix.calls, *FusedLayers.calls, *windows}
+    assert ops.backends["grouped_matmul"] == "cuda"
     assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
     assert ops.backends["attend_selected"] == "cuda"
@@ -125,6 +126,40 @@ def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
     assert len(ops.reasons["attend_selected"]) == (reason is not None)
     assert reason is None or reason in ops.reasons["attend_selected"][0]
     assert (ops.backends["attend_coded"] == "cuda_selected_sm90") == (reason is None)
+
+
+@pytest.mark.parametrize("changes", [{"num_query_heads": 128}, {"num_query_heads": 96, "rope_dim": 64}])
+def test_more_than_eight_query_heads_a_kv_head_go_to_triton_and_pytorch(
+    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
+    """Qwen3-235B-A22B's 16 and GLM-4.5's 12: no op refuses them, and none that serves waits for the host."""
+    monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
+    ops = Ops("cuda", replace(INT4, ops=INT4.ops - {*QuantisedMatrix.calls, *FusedLayers.calls}, **changes))
+    fallen = {
+        name: ops.backends[name] for name in ops.called if any("kv head are more" in r for r in ops.reasons[name])
+    }
+    assert fallen == {
+        "attend_selected": "triton",
+        **dict.fromkeys(("sketch_queries", "sign_scores", "select_by_sketch"), "reference"),
+        "attend_coded": "triton_selected",
+    }
+    assert not ops.synchronising
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float16}, "it multiplies torch.bfloat16, not torch.float16"),
+        ({"capability": (8, 0)}, "it is for GPUs of compute capability 9 and 10, not 8"),
+    ],
+)
+def test_experts_are_looped_over_where_no_kernel_takes_them(
+    built: None, changes: dict[str, object], reason: str
+) -> None:
+    ops = Ops("cuda", replace(TURBO, ops=frozenset({"grouped_matmul"}), **changes))
+    assert ops.backends["grouped_matmul"] == "reference"
+    assert ops.reasons["grouped_matmul"] == [f"cuda: {reason}"]
+    assert ops.synchronising == ["grouped_matmul"]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +355,7 @@ def test_ops_that_are_not_called_are_not_asked(built: None) -> None:
 def test_references_that_wait_for_the_device_are_told(built: None) -> None:
     assert Ops("cuda", replace(TURBO, dtype=torch.float16, fetched_bytes=8)).synchronising == [
         "fetch_chunks",
+        "grouped_matmul",
         "paged_attention",
     ]
 

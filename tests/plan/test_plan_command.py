@@ -76,6 +76,30 @@ def test_step_floor_is_attention_and_the_weights_once(capsys: pytest.CaptureFixt
     assert found["plans"][0]["floor_batch_1"]["step_ms"] == pytest.approx(seconds * 1e3)
 
 
+def test_steps_read_the_experts_that_their_tokens_are_expected_to_touch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts of 3 x 2,048 x 768 weights, 8 a token."""
+    command = ["--model", "qwen3-30b-a3b-2507", "--context", "32768", "--kv", "full", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    experts, table = 48 * 128 * 3 * 2048 * 768 * 2, 151936 * 2048 * 2
+    assert found["expert_weight_bytes"] == experts
+    others = found["weight_bytes"] - experts - table
+    assert found["weight_bytes_read_per_step"] == pytest.approx(others + experts * 8 / 128)
+    plan = found["plans"][0]
+    batch = plan["largest_batch"]
+    read = others + experts * (1 - (1 - 8 / 128) ** batch)
+    assert plan["floor_largest_batch"]["weight_bytes"] == pytest.approx(read)
+    attention = batch * 2 * 32768 * 512 * 2 * 48
+    assert plan["floor_largest_batch"]["step_ms"] == pytest.approx((read + attention) / 4.5e12 * 1e3)
+    for flags, inner in (([], 192), (["--enable-expert-parallel"], 768)):
+        assert main([*command, "--tensor-parallel-size", "4", *flags]) == 0
+        rank = json.loads(capsys.readouterr().out)
+        assert rank["expert_weight_bytes"] == 48 * (128 if inner == 192 else 32) * 3 * 2048 * inner * 2
+    assert main(command[:-1]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("experts  128 in 48 layers, 8 a token: 54.00 GiB of the weights; ") for line in lines)
+
+
 def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     plain = run_json(capsys, "--kv", "full", "shadowkv")
     wider = run_json(capsys, "--kv", "full", "shadowkv", "--kv-rank", "512", "--kv-budget", "4096", "--hit-rate", "0")

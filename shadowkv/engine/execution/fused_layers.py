@@ -15,6 +15,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.linear import FP8Linear
+from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix
 from shadowkv.layers.spec import Projection
@@ -54,7 +55,7 @@ class FusedLayers:
         """Whether these layers and this cache are what the op takes, and its kernel serves."""
         ops = cache.ops
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
-        alone = model.group.size == 1 and not model.config.quantization
+        alone = model.group.size == 1 and not model.config.quantization and model.config.experts is None
         matrices = [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
         runs = [run for matrix in matrices for run in matrix.runs]
         known = all(run.form is None or isinstance(run.form, BlockForm) for run in runs)
@@ -77,6 +78,7 @@ class FusedLayers:
 
 def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, MLP), "experts do not fit"
     return op.Layer(
         layer.attention_norm.weight,
         _projection(attention.qkv),

@@ -69,7 +69,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     """
     costs, longest = COSTS[device], forced.max_model_len
     dense = Layout(KVSpec(), forced.shape, forced.dtype, longest)
-    weights = Decoder(model, forced.dtype, "meta").num_bytes_read / costs.bandwidth
+    weights = Decoder(model, forced.dtype, "meta")
 
     def seconds(layout: Layout, tokens: int) -> float:
         """Time of one token for each sequence in a full batch of sequences of ``tokens``."""
@@ -77,12 +77,13 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         if cache_bytes is not None:
             pages = Blocks({kind: need[kind] for kind in layout.paged})
             rows = max(1, min(rows, cache_bytes // layout.tier_bytes(pages)["device"]))  # the others wait
+        read = weights.bytes_read(rows) / costs.bandwidth
         reads = attention_seconds(layout, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
-            return weights / rows + reads
+            return read / rows + reads
         once = (costs.fit if layout.learns else 0.0) + costs.seal * tokens
         layers = sum(group.shape.num_layers for group in layout.groups if group.spec.seals)
-        return (weights + layers * costs.step) / rows + reads + layers * costs.row + once / ANSWER
+        return (read + layers * costs.step) / rows + reads + layers * costs.row + once / ANSWER
 
     below = longest + 1
     for tokens in reversed(

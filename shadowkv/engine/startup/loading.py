@@ -22,6 +22,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.directory import GENERATION_CONFIG, NUMBERS, read_sampling
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
 from shadowkv.models.sources import Hub
@@ -121,6 +122,7 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         group=group,
+        expert_parallel=config.enable_expert_parallel,
         hub=_hub(config),
         tokenizer=config.tokenizer,
     )
@@ -168,8 +170,8 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     size = loaded.shard.size
     ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [
-        f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {loaded.model.weights_in_words} on "
-        f"{cache.device}{ranks}",
+        f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
+        f"{loaded.model.weights_in_words} on {cache.device}{ranks}",
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
@@ -187,6 +189,14 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         counts = ", ".join(f"{count} on the {tier}" for tier, count in fitting.items())
         lines.append(f"fits    sequences of {counted(length, 'token')}: {counts}")
     return lines
+
+
+def _experts(model: ModelConfig) -> str:
+    """Experts of a model, in words."""
+    if model.experts is None:
+        return ""
+    routing, layers = model.experts.routing, model.num_layers - len(model.dense_layers)
+    return f"{routing.experts} experts in {layers} of them, {routing.per_token} a token, "
 
 
 def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:

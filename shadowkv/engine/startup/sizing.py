@@ -74,10 +74,21 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     its rows of the residual stream."""
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
     # Behind attention the stream is there before and after both of its sums, if a layer is computed at once.
-    in_the_mlp = block * (5 * model.hidden_size + 3 * model.intermediate_size) * dtype.itemsize
+    in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
     queries = shape.num_query_heads * shape.head_dim  # from the projection, normalised or rotated, and attended
     attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
     return max(in_the_mlp, attending + (drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
+
+
+def _inner_numbers(model: ModelConfig) -> int:
+    """Numbers of a token within an MLP, or within a mixture of experts, that exist at the same time."""
+    dense = 3 * model.intermediate_size if model.has_mlps else 0
+    if model.experts is None:
+        return dense
+    hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
+    # Rows in the order of experts, before and after the first product; of the second, in that order and in tokens'.
+    routed = model.experts.routing.per_token * max(hidden + 2 * inner, 3 * inner, hidden + inner, 2 * hidden)
+    return max(dense, routed, hidden + 3 * shared)
 
 
 def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:

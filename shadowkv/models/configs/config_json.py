@@ -170,6 +170,8 @@ def build_config(
         max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        experts=None,  # set by families that have some, as are the layers without
+        dense_layers=(),
         layer_kinds=kinds,
         sliding_window=None if kinds else sliding_window,
         quantization=None,  # set by the loader

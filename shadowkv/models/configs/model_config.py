@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
+from shadowkv.layers.spec import Experts
 from shadowkv.models.checkpoints.files import in_words
 from shadowkv.ops.apply_rope.tables import RopeConfig
+from shadowkv.ops.grouped_matmul.cuda import MOST_EXPERTS
+from shadowkv.ops.grouped_matmul.cuda import MULTIPLE as EXPERTS_MULTIPLE
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted
 
@@ -19,7 +22,11 @@ class ModelConfig:
 
     Attributes:
         architecture: family, the ``model_type`` of Hugging Face configs.
+        intermediate_size: inner width of the MLP, in layers that have one.
         max_position: longest sequence, in tokens, that the model supports.
+        experts: what layers have in place of an MLP, but for ``dense_layers``; None where all have an MLP.
+        dense_layers: numbers of the layers with an MLP, in a model with experts.
+        draft_layers: layers behind the last one that files have for drafting tokens, whose weights are not read.
         layer_kinds: the kind of every layer; empty where all of them see everything.
         sliding_window: tokens that a query sees where the model was trained with a window and does not say in which
             layers, else None. Sequences up to the window are exact, so ``max_position`` never exceeds it.
@@ -46,6 +53,9 @@ class ModelConfig:
     attention_out_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
+    draft_layers: int = 0
     layer_kinds: tuple[LayerKind, ...] = ()
     sliding_window: int | None = None
     quantization: str | None = None
@@ -94,12 +104,13 @@ class ModelConfig:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
         if not reasons and not self.rope.is_finite:
             reasons.append(f"its RoPE has frequencies that are not finite: {self.rope}")
+        reasons += [] if self.experts is None else _wrong_experts(self.experts, self.hidden_size)
         if self.quantization not in (None, "fp8"):
             reasons.append(f"quantization={self.quantization!r} is not fp8")
         if self.quantization == "fp8":
             widths = {
                 "hidden_size": self.hidden_size,
-                "intermediate_size": self.intermediate_size,
+                "intermediate_size": self.intermediate_size if self.has_mlps else 0,
                 "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
                 "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
             }
@@ -110,6 +121,15 @@ class ModelConfig:
             ]
         if reasons:
             raise ValueError(f"this {self.architecture} config cannot be used: {in_words(reasons)}")
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """What a layer has in place of an MLP; None where it has one."""
+        return None if layer in self.dense_layers else self.experts
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether any layer has an MLP of ``intermediate_size``."""
+        return any(self.experts_of(layer) is None for layer in range(self.num_layers))
 
     @property
     def shape(self) -> ModelShape:
@@ -146,3 +166,30 @@ class ModelConfig:
                 ["max_model_len", "hf_overrides"],
             )
         return config
+
+
+def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
+    """Reasons why a layer cannot have them."""
+    routing = experts.routing
+    of_groups, more = divmod(routing.experts, routing.groups) if routing.groups > 0 else (0, 1)
+    reasons = [
+        f"{name}={value} is not a number from {least} to {most}"
+        for name, value, least, most in (
+            ("number of experts", routing.experts, 1, MOST_EXPERTS),
+            ("experts of a token", routing.per_token, 1, routing.experts),
+            ("groups of experts", routing.groups, 1, routing.experts),
+            ("groups of a token", routing.groups_per_token, 1, routing.groups),
+        )
+        if not least <= value <= most
+    ]
+    if routing.groups > 1 and (more or of_groups < 2):
+        reasons.append(f"{routing.experts} experts are not {routing.groups} groups of two or more")
+    elif routing.per_token > routing.groups_per_token * of_groups:
+        reasons.append(f"{routing.per_token} experts of a token are not in {routing.groups_per_token} groups")
+    widths = {"hidden_size": hidden_size, "experts' intermediate_size": experts.intermediate_size}
+    reasons += [
+        f"experts need sizes that are multiples of {EXPERTS_MULTIPLE}, and {name} is {width}"
+        for name, width in widths.items()
+        if width <= 0 or width % EXPERTS_MULTIPLE
+    ]
+    return reasons

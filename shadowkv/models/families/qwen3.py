@@ -6,7 +6,7 @@ from typing import Any
 
 from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
+from shadowkv.models.families.weight_names import Targets, decoder_targets, head_norms
 
 FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "layer_types")
 
@@ -27,9 +27,4 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 def targets(config: ModelConfig) -> Targets:
     """Names in the files -> parameters."""
-    result = decoder_targets(config)
-    for layer in range(config.num_layers):
-        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
-            module = f"layers.{layer}.attention.{ours}"
-            result |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, config.head_dim)
-    return result
+    return decoder_targets(config) | head_norms(config)

@@ -12,11 +12,15 @@ from shadowkv.models.families.weight_names import Targets
 FAMILIES = {
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "mixtral",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
     "phi3": "phi3",
     "glm": "glm",
     "glm4": "glm",
+    "glm4_moe": "glm4_moe",
 }
 """model_type -> module of this folder. A new family is one module and one line here."""
 

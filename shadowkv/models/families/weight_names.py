@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.model_config import ModelConfig
 
 
@@ -19,15 +20,22 @@ class Target:
 Targets = dict[str, Target]
 
 
-def decoder_targets(config: ModelConfig, *, joined_qkv: bool = False, joined_gate_up: bool = False) -> Targets:
+def decoder_targets(
+    config: ModelConfig,
+    *,
+    joined_qkv: bool = False,
+    joined_gate_up: bool = False,
+    shared_expert: str = "shared_expert",
+) -> Targets:
     """Targets of Hugging Face's names for the parts that all families share.
 
     Args:
         config: the model.
         joined_qkv: the files hold q, k and v as one ``qkv_proj``.
         joined_gate_up: the files hold gate and up as one ``gate_up_proj``.
+        shared_expert: name of the expert that every token is given to.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
     targets = {
         "model.embed_tokens.weight": Target("embedding", 0, config.vocab_size),
@@ -45,14 +53,24 @@ def decoder_targets(config: ModelConfig, *, joined_qkv: bool = False, joined_gat
             targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
             targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
         targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
-        if joined_gate_up:
-            targets |= rows(f"{theirs}.mlp.gate_up_proj", f"{ours}.mlp.gate_up", 0, 2 * inner)
+        experts = config.experts_of(layer)
+        if experts is None:
+            size = config.intermediate_size
+            targets |= _mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, size, joined_gate_up=joined_gate_up)
         else:
-            targets |= rows(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.gate_up", 0, inner)
-            targets |= rows(f"{theirs}.mlp.up_proj", f"{ours}.mlp.gate_up", inner, 2 * inner)
-        targets |= rows(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", 0, hidden)
+            targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, shared_expert)
         targets |= rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm", 0, hidden)
         targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
+    return targets
+
+
+def head_norms(config: ModelConfig) -> Targets:
+    """Targets of the norms of queries and keys, where the model has them."""
+    targets: Targets = {}
+    for layer in range(config.num_layers if config.qk_norm else 0):
+        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+            module = f"layers.{layer}.attention.{ours}"
+            targets |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, config.head_dim)
     return targets
 
 
@@ -60,3 +78,30 @@ def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> T
     """Targets of one module: its weight, and its bias where it has one."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
+
+
+def _mlp(theirs: str, ours: str, hidden: int, size: int, number: int = 0, joined_gate_up: bool = False) -> Targets:
+    """Targets of an MLP, the ``number``-th of those whose rows stand one after the other."""
+    first = 2 * number * size
+    down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden)
+    if joined_gate_up:
+        return rows(f"{theirs}.gate_up_proj", f"{ours}.gate_up", first, first + 2 * size) | down
+    gate = rows(f"{theirs}.gate_proj", f"{ours}.gate_up", first, first + size)
+    return gate | rows(f"{theirs}.up_proj", f"{ours}.gate_up", first + size, first + 2 * size) | down
+
+
+def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str) -> Targets:
+    """Targets of a mixture of experts, each under a name of its own (``checkpoints.experts``)."""
+    count = experts.routing.experts
+    targets = rows(f"{theirs}.gate", f"{ours}.router.logits", 0, count)
+    if experts.routing.corrected:
+        correction = f"{theirs}.gate.e_score_correction_bias"
+        targets[correction] = Target(f"{ours}.router.correction_bias", 0, count)
+    for expert in range(count):
+        mlp = f"{theirs}.experts.{expert}"
+        targets |= _mlp(mlp, f"{ours}.experts", hidden, experts.intermediate_size, expert)
+    if experts.shared_size:
+        targets |= _mlp(f"{theirs}.{shared}", f"{ours}.shared", hidden, experts.shared_size)
+    if experts.shared_gate:
+        targets |= rows(f"{theirs}.{shared}_gate", f"{ours}.shared_gate", 0, 1)
+    return targets

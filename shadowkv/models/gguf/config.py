@@ -11,8 +11,17 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.overrides import overridden_config
 from shadowkv.models.gguf.file import GGUFFile
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
-"""GGUF architectures that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "phi3": "phi3",
+    "glm4moe": "glm4_moe",
+}
+"""GGUF architectures that can be read -> ``model_type``; ``llama`` covers Mistral, Yi and SmolLM2, and with experts
+Mixtral."""
 
 _FIELDS = {
     "hidden_size": "{arch}.embedding_length",
@@ -27,6 +36,17 @@ _FIELDS = {
     "rope_theta": "{arch}.rope.freq_base",
     "sliding_window": "{arch}.attention.sliding_window",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "num_experts": "{arch}.expert_count",
+    "num_experts_per_tok": "{arch}.expert_used_count",
+    "moe_intermediate_size": "{arch}.expert_feed_forward_length",
+    "shared_expert_intermediate_size": "{arch}.expert_shared_feed_forward_length",
+    "n_shared_experts": "{arch}.expert_shared_count",
+    "first_k_dense_replace": "{arch}.leading_dense_block_count",
+    "num_nextn_predict_layers": "{arch}.nextn_predict_layers",
+    "routed_scaling_factor": "{arch}.expert_weights_scale",
+    "norm_topk_prob": "{arch}.expert_weights_norm",
+    "n_group": "{arch}.expert_group_count",
+    "topk_group": "{arch}.expert_group_used_count",
 }
 _STOPS = ("eos", "eot", "eom")
 
@@ -45,7 +65,11 @@ def config_from_gguf(
     wrong = wrong_fields(hf, {name: file.key(key) for name, key in _FIELDS.items()})
     if wrong:
         raise ModelFileError(file.path, in_words(wrong))
-    hf["model_type"] = file.architecture
+    hf["model_type"] = _model_type(file, hf)
+    if hf["model_type"] == "qwen3_moe":
+        hf["norm_topk_prob"] = True  # as llama.cpp has it; files do not say
+    if hf["model_type"] == "glm4_moe":
+        _complete_glm4_moe(file, hf)
     hf["use_sliding_window"] = bool(hf.get("sliding_window"))
     hf["tie_word_embeddings"] = "output.weight" not in file.names
     stops = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in _STOPS]
@@ -60,6 +84,21 @@ def config_from_gguf(
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)
     return overridden_config(file.path, hf, max_model_len, overrides)
+
+
+def _model_type(file: GGUFFile, hf: dict[str, Any]) -> str:
+    if file.architecture == "llama" and hf.get("num_experts"):
+        return "mixtral"
+    return ARCHITECTURES[file.architecture]
+
+
+def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
+    """What tensors say, and layers without those that draft tokens."""
+    hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.names
+    hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
+    drafting = hf.get("num_nextn_predict_layers", 0)
+    if type(drafting) is int and 0 <= drafting < hf["num_hidden_layers"]:
+        hf["num_hidden_layers"] -= drafting
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,17 +87,19 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> BlockForm | None:
-        """Form of the blocks that a matrix is ``stored`` in, None if ``stored`` gives plain numbers."""
+        """Form of the blocks that a matrix, or one of every expert, is ``stored`` in, None if ``stored`` gives plain
+        numbers."""
         kind = self._header.tensors[name].kind.name
-        return BLOCKS.get(kind) if len(self.shape(name)) == 2 else None
+        return BLOCKS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
     def stored(self, name: str) -> Stored:
-        """A tensor in its blocks if it has a ``form``, otherwise as ``tensor``; a copy. Raises as that does."""
+        """A tensor in its blocks if it has a ``form``, the rows of experts one after the other, otherwise as
+        ``tensor``; a copy. Raises as that does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             weight: Stored = self.tensor(name)
         else:
-            weight = QuantisedRows((torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()),), form)
+            weight = QuantisedRows((torch.from_numpy(self._raw(entry).reshape(prod(shape[:-1]), -1).copy()),), form)
         if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
             start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)

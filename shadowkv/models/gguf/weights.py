@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -32,7 +32,20 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_WEIGHTS = {
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+"""Those that are no module's ``weight`` or ``bias``: matrices of all experts in one tensor, and a router's vector."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -45,7 +58,8 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
         weight = _hf_name(name, file.architecture)
         if weight in shapes:
             raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
-        shapes[weight] = file.shape(name)
+        shape = file.shape(name)
+        shapes[weight] = (1, *shape) if _is_flat(weight, shape) else shape
     return shapes
 
 
@@ -68,7 +82,13 @@ def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stor
             stored = _halves_from_pairs(stored, config.num_query_heads)
         elif file.architecture == "llama" and ".attn_k." in name:
             stored = _halves_from_pairs(stored, config.num_kv_heads)
-        yield _hf_name(name, file.architecture), stored
+        weight = _hf_name(name, file.architecture)
+        yield weight, stored.unsqueeze(0) if isinstance(stored, Tensor) and _is_flat(weight, stored.shape) else stored
+
+
+def _is_flat(weight: str, shape: Sequence[int]) -> bool:
+    """Whether it is the only row of a matrix, without that dimension."""
+    return len(shape) == 1 and weight.endswith(".shared_expert_gate.weight")
 
 
 def _hf_name(name: str, architecture: str) -> str:
@@ -76,10 +96,16 @@ def _hf_name(name: str, architecture: str) -> str:
     if match is None:
         return _TOP.get(name, name)
     layer, module, kind = match.groups()
+    if (weight := _WEIGHTS.get(f"{module}.{kind}")) is not None:
+        return f"model.layers.{layer}.{weight}"
     if module not in _MODULES:
         return name
-    joined = architecture == "phi3" and module == "ffn_up"
-    return f"model.layers.{layer}.{'mlp.gate_up_proj' if joined else _MODULES[module]}.{kind}"
+    theirs = _MODULES[module]
+    if architecture == "phi3" and module == "ffn_up":
+        theirs = "mlp.gate_up_proj"
+    elif architecture == "glm4moe":
+        theirs = theirs.replace(".shared_expert.", ".shared_experts.")
+    return f"model.layers.{layer}.{theirs}.{kind}"
 
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:

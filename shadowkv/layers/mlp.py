@@ -1,0 +1,34 @@
+"""Gated MLP (SwiGLU, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.layers.computing import Computing
+from shadowkv.layers.spec import LayerSpec, projection
+
+
+class MLP(Computing):
+    """down(silu(gate(x)) * up(x)), gate and up joined in one matrix product.
+
+    Args:
+        spec: of the layer.
+        size: inner width of this rank's part.
+        name: within the layer.
+    """
+
+    calls = ("silu_mul",)
+
+    def __init__(self, spec: LayerSpec, size: int, name: str = "mlp") -> None:
+        super().__init__()
+        self.group = spec.group
+        self.gate_up = projection(spec, f"{name}.gate_up", spec.hidden_size, 2 * size)
+        self.down = projection(spec, f"{name}.down", size, spec.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return self.group.sum(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum over all ranks: [T, D] -> [T, D]."""
+        return self.down(self.ops.silu_mul(self.gate_up(x)))

@@ -1,0 +1,161 @@
+"""Mixture of experts (arXiv:1701.06538): every token is given to a few of many MLPs, and to one that all tokens share.
+
+Tokens are sorted by expert once, and both of the experts' products take them in that order. Nothing waits for the host
+and no shape depends on numbers, so that a decode step can be a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shadowkv.layers.computing import Computing
+from shadowkv.layers.linear import Linear
+from shadowkv.layers.mlp import MLP
+from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.spec import Experts, LayerSpec, Routing
+from shadowkv.ops.grouped_matmul.reference import experts_rows
+
+BEST_OF_GROUP = 2
+"""Experts whose scores are added up for a group's own."""
+
+
+def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of every token, and their weights.
+
+    Args:
+        logits: [T, E].
+        correction: float32 [E]; None where the routing has none.
+        routing: how they are chosen.
+
+    Returns:
+        weights, float32 [T, k]; experts, int64 [T, k].
+    """
+    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+    ranked = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        grouped = ranked.unflatten(-1, (routing.groups, -1))
+        best = grouped.topk(BEST_OF_GROUP, -1).values.sum(-1).topk(routing.groups_per_token, -1).indices
+        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter_(-1, best, True)
+        ranked = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = ranked.topk(routing.per_token, -1).indices
+    weights = scores.gather(-1, experts)
+    if routing.normalised:  # all scores of a token may be 0 as sigmoids
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return weights * routing.scale, experts
+
+
+class Router(nn.Module):
+    """Scores of experts, and the choice among them. Logits are in float32 where they become sigmoids, as in the models
+    that were trained with these."""
+
+    correction_bias: nn.Parameter | None
+
+    def __init__(self, spec: LayerSpec, routing: Routing) -> None:
+        super().__init__()
+        self.routing, number = routing, torch.float32
+        dtype = number if routing.scores == "sigmoid" else spec.dtype
+        self.logits = Linear(spec.hidden_size, routing.experts, bias=False, dtype=dtype, device=spec.device)
+        if routing.corrected:
+            correction = torch.empty(routing.experts, dtype=number, device=spec.device)
+            self.correction_bias = nn.Parameter(correction, requires_grad=False)
+        else:
+            self.correction_bias = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> weights, float32 [T, k], and experts, int64 [T, k]."""
+        logits = self.logits(x.to(self.logits.weight.dtype))
+        return choose_experts(logits, self.correction_bias, self.routing)
+
+
+class ExpertsProjection(Computing):
+    """y = x W_eᵀ of sorted rows, each of one of ``count`` experts e. The weights, whose rows are those of one expert
+    after the other, are uninitialised until a loader fills them."""
+
+    calls = ("grouped_matmul",)
+    weight: nn.Parameter | QuantisedMatrix
+
+    def __init__(self, spec: LayerSpec, name: str, count: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        if runs := spec.runs.get(f"{name}.weight"):
+            self.weight = QuantisedMatrix(in_features, runs, dtype=spec.dtype, device=spec.device)
+        else:
+            weight = torch.empty(count * out_features, in_features, dtype=spec.dtype, device=spec.device)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows [S, in_features], of which those of experts up to e end at ``ends[e]``, int32 [count] ->
+        [S, out_features]; rows behind the last end have any numbers."""
+        if not isinstance(self.weight, QuantisedMatrix):
+            weight = self.weight.view(-1, self.out_features, self.in_features)
+            product: Tensor = self.ops.grouped_matmul(x, weight, ends)
+            return product
+        out = x.new_empty(len(x), self.out_features)
+        for expert, rows in experts_rows(ends):
+            first = expert * self.out_features
+            out[rows] = self.weight(x[rows], first, first + self.out_features)
+        return out
+
+
+class RoutedExperts(Computing):
+    """The experts among which tokens choose, or those of them that this rank holds: gated MLPs without biases."""
+
+    calls = ("silu_mul",)
+
+    def __init__(self, spec: LayerSpec, experts: Experts) -> None:
+        super().__init__()
+        (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
+        self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
+        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", self.count, hidden, 2 * size)
+        self.down = ExpertsProjection(spec, "mlp.experts.down", self.count, size, hidden)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Weighted sums of what a token's experts make of it.
+
+        Args:
+            x: [T, D].
+            weights: [T, k].
+            experts: int64 [T, k].
+
+        Returns:
+            [T, D], of the experts that are here alone.
+        """
+        tokens, per_token = experts.shape
+        number = experts.flatten() - self.first
+        if not self.all_here:  # others are sorted behind those that are here
+            number = number.masked_fill((number < 0) | (number >= self.count), self.count)
+        number, order = number.sort(stable=True)
+        ends = torch.searchsorted(number, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
+        out = self.down(self.ops.silu_mul(self.gate_up(x[order // per_token], ends)), ends)
+        if not self.all_here:
+            out = out.masked_fill((number == self.count).unsqueeze(1), 0)
+        of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, -1)
+        return torch.bmm(weights.to(x.dtype).unsqueeze(1), of_token).squeeze(1)
+
+
+class MixtureOfExperts(nn.Module):
+    """What a layer has in place of an MLP: routed experts, and one that every token is given to, with or without a
+    gate. Ranks add up what they have of it, be that some experts or a part of the inner width of all."""
+
+    shared: MLP | None
+    shared_gate: Linear | None
+
+    def __init__(self, spec: LayerSpec, experts: Experts) -> None:
+        super().__init__()
+        self.group = spec.group
+        self.router = Router(spec, experts.routing)
+        self.experts = RoutedExperts(spec, experts)
+        self.shared = MLP(spec, experts.shared_size, "mlp.shared") if experts.shared_size else None
+        self.shared_gate = None
+        if experts.shared_gate:
+            self.shared_gate = Linear(spec.hidden_size, 1, bias=False, dtype=spec.dtype, device=spec.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        out = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            shared = self.shared.part(x)
+            out = out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        return self.group.sum(out)

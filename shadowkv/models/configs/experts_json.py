@@ -1,0 +1,69 @@
+"""Fields of a config.json that describe experts: whether their values are plausible, and what families read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shadowkv.models.checkpoints.files import in_words, is_number
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts."""
+
+_LARGEST = {
+    **dict.fromkeys(_COUNTS, 1 << 12),
+    "num_experts_per_tok": 1 << 12,
+    "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
+    "decoder_sparse_step": 1 << 10,
+    "n_group": 1 << 12,
+    "topk_group": 1 << 12,
+}
+"""Limits of integers from 1 on."""
+
+_FROM_ZERO = {"n_shared_experts": 1 << 8, "first_k_dense_replace": 1 << 10, "num_nextn_predict_layers": 1 << 10}
+_SWITCHES = ("norm_topk_prob", "use_qk_norm", "qkv_bias")
+
+
+def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str, Any]:
+    """The entries of ``hf`` that are not null.
+
+    Raises ValueError with a reason for every field that is invalid, or that is ``required`` and missing.
+
+    Args:
+        hf: content of a config.json.
+        count: name that the family has for the number of experts. transformers 5 may write another one instead, and
+            GGUF files are read with one for all families.
+        required: names of other fields that there have to be.
+    """
+    fields = {name: value for name, value in hf.items() if value is not None}
+    if (experts := next((fields[name] for name in (count, *_COUNTS) if name in fields), None)) is not None:
+        fields[count] = experts
+    reasons = [f"{name} is missing" for name in (count, *required) if fields.get(name) is None]
+
+    def check(names: Sequence[str], fine: Callable[[Any], bool], expected: str) -> None:
+        for name in names:
+            value = fields.get(name)
+            if value is not None and not fine(value):
+                reasons.append(f"{name}={str(value)[:60]} is not {expected}")
+
+    def whole(least: int, most: int) -> Callable[[Any], bool]:
+        return lambda value: type(value) is int and least <= value <= most
+
+    for name, most in _LARGEST.items():
+        check([name], whole(1, most), f"a whole number from 1 to {most}")
+    for name, most in _FROM_ZERO.items():
+        check([name], whole(0, most), f"a whole number from 0 to {most}")
+    check(_SWITCHES, lambda value: type(value) is bool, "true or false")
+    check(["routed_scaling_factor"], lambda value: is_number(value, 0, 1e6), "a number above 0")
+    layers = "mlp_only_layers"
+    check([layers], lambda value: isinstance(value, list) and all(map(whole(0, 1 << 10), value)), "a list of layers")
+    if reasons:
+        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    return fields
+
+
+def dense_layers(fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Layers of Qwen's models that have an MLP: those that are listed, and all but every ``decoder_sparse_step``-th."""
+    step, listed = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)

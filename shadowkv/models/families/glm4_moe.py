@@ -1,0 +1,53 @@
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471): half of each head rotates, the first layers have an MLP, experts
+are chosen by corrected sigmoids, in groups, and one more takes every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.layers.spec import Experts, Routing
+from shadowkv.models.configs.config_json import build_config
+from shadowkv.models.configs.experts_json import expert_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.weight_names import Targets, decoder_targets, head_norms
+
+FIELDS = (
+    *("attention_bias", "use_qk_norm", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "n_group"),
+    *("topk_group", "first_k_dense_replace", "num_nextn_predict_layers"),
+)
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+    """ModelConfig of a ``glm4_moe`` config; raises ValueError where it cannot be run."""
+    fields = expert_fields(hf, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    config = build_config(
+        hf,
+        max_model_len=max_model_len,
+        default_partial=0.5,
+        qkv_bias=bool(hf.get("attention_bias", False)),
+        qk_norm=fields.get("use_qk_norm", False),
+    )
+    routing = Routing(
+        fields["n_routed_experts"],
+        fields["num_experts_per_tok"],
+        scores="sigmoid",
+        normalised=fields.get("norm_topk_prob", True),
+        scale=float(fields.get("routed_scaling_factor", 1.0)),
+        groups=fields.get("n_group", 1),
+        groups_per_token=fields.get("topk_group", 1),
+        corrected=True,
+    )
+    size = fields["moe_intermediate_size"]
+    return replace(
+        config,
+        experts=Experts(routing, size, shared_size=size * fields.get("n_shared_experts", 1)),
+        dense_layers=tuple(range(min(config.num_layers, fields.get("first_k_dense_replace", 1)))),
+        draft_layers=fields.get("num_nextn_predict_layers", 0),
+    )
+
+
+def targets(config: ModelConfig) -> Targets:
+    """Names in the files -> parameters."""
+    return decoder_targets(config, shared_expert="shared_experts") | head_norms(config)

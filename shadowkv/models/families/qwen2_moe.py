@@ -1,0 +1,41 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, and beside the experts one that all tokens share, behind a gate
+(arXiv:2407.10671)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.layers.spec import Experts, Routing
+from shadowkv.models.configs.experts_json import dense_layers, expert_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families import qwen2
+from shadowkv.models.families.weight_names import Targets
+
+FIELDS = (
+    *qwen2.FIELDS,
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "qkv_bias"),
+)
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+    """ModelConfig of a ``qwen2_moe`` config; raises ValueError where it cannot be run."""
+    config = qwen2.config_from_hf(hf, max_model_len)
+    fields = expert_fields(
+        hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
+    )
+    normalised = fields.get("norm_topk_prob", False)
+    experts = Experts(
+        Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised),
+        fields["moe_intermediate_size"],
+        shared_size=fields["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+    dense, bias = dense_layers(fields, config.num_layers), fields.get("qkv_bias", True)
+    return replace(config, qkv_bias=bias, experts=experts, dense_layers=dense)
+
+
+def targets(config: ModelConfig) -> Targets:
+    """Names in the files -> parameters."""
+    return qwen2.targets(config)

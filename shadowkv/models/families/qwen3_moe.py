@@ -1,0 +1,33 @@
+"""Qwen3 with experts, 30B-A3B, 235B-A22B and Coder: Qwen3's attention, softmax over all experts (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.layers.spec import Experts, Routing
+from shadowkv.models.configs.experts_json import dense_layers, expert_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families import qwen3
+from shadowkv.models.families.weight_names import Targets
+
+FIELDS = (
+    *qwen3.FIELDS,
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+)
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+    """ModelConfig of a ``qwen3_moe`` config; raises ValueError where it cannot be run."""
+    config = qwen3.config_from_hf(hf, max_model_len)
+    fields = expert_fields(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    normalised = fields.get("norm_topk_prob", False)
+    routing = Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised)
+    experts = Experts(routing, fields["moe_intermediate_size"])
+    return replace(config, experts=experts, dense_layers=dense_layers(fields, config.num_layers))
+
+
+def targets(config: ModelConfig) -> Targets:
+    """Names in the files -> parameters."""
+    return qwen3.targets(config)

@@ -1,0 +1,50 @@
+"""Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS): where experts' rows end is read
+on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import gpu_missing
+
+CAPABILITIES = (9, 10)
+"""Major compute capabilities, of Hopper and Blackwell: on others PyTorch loops over experts, and the host waits."""
+
+MULTIPLE = 8
+"""K and N must be multiples of this: rows begin at multiples of 16 bytes."""
+
+MOST_EXPERTS = 1023
+
+
+def missing() -> list[str]:
+    """Reasons why it cannot run here."""
+    return gpu_missing() + unless(hasattr(F, "grouped_mm"), f"torch {torch.__version__} has no grouped_mm")
+
+
+def supports(case: Case) -> list[str]:
+    """Reasons why it cannot serve."""
+    major = None if case.capability is None else case.capability[0]
+    return [
+        *unless(case.dtype == torch.bfloat16, f"it multiplies torch.bfloat16, not {case.dtype}"),
+        *unless(major in CAPABILITIES, f"it is for GPUs of compute capability 9 and 10, not {major}"),
+    ]
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Same as the reference.
+
+    Raises:
+        ValueError: sizes K or N that are not multiples of 8, or more than 1,023 experts.
+    """
+    experts, out_features, in_features = weight.shape
+    if out_features % MULTIPLE or in_features % MULTIPLE or experts > MOST_EXPERTS:
+        raise ValueError(
+            f"grouped_matmul on a GPU takes multiples of {MULTIPLE} and up to {MOST_EXPERTS} experts, "
+            f"not {experts} of {out_features} x {in_features}"
+        )
+    if not len(x):
+        return x.new_empty(0, out_features)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -1,0 +1,290 @@
+"""Mixtures of experts: how tokens choose, every way in which files have experts, ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_files import edit_json, edit_tensors
+from dense_cache import packed_logits
+from families import CASES, TINY, build, oracle_logits
+from gguf_files import write_model
+from quantised_files import write_quantised
+from test_families import assert_same, sequences
+from test_quantised_formats import assert_close
+from thread_group import on_ranks
+
+from shadowkv.engine.startup.sizing import block_bytes
+from shadowkv.layers.group import Group
+from shadowkv.layers.moe import MixtureOfExperts, choose_experts
+from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.spec import Routing
+from shadowkv.models import load_config, load_model, loader
+from shadowkv.models.sharding import Shard
+from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.registry import Ops
+from tests.allocations import peak_bytes
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
+
+
+def log(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers]).log()
+
+
+def test_softmax_normalised_or_not() -> None:
+    logits = log(0.1, 0.4, 0.2, 0.3)
+    weights, experts = choose_experts(logits, None, Routing(4, 2, normalised=False))
+    assert experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
+    weights, _ = choose_experts(logits, None, Routing(4, 2, scale=2.0))
+    torch.testing.assert_close(weights, torch.tensor([[8 / 7, 6 / 7]]))
+
+
+def test_sigmoids_are_corrected_where_they_choose_and_not_as_weights() -> None:
+    scores = torch.tensor([[0.2, 0.6, 0.4, 0.5]])
+    routing = Routing(4, 2, scores="sigmoid", normalised=False, corrected=True)
+    weights, experts = choose_experts(scores.logit(), torch.tensor([0.7, 0.0, 0.0, -0.2]), routing)
+    assert experts.tolist() == [[0, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.2, 0.6]]))
+
+
+def test_a_token_stays_within_its_best_groups() -> None:
+    """Sums of groups' two best are 1.02, 1.11 and 0.9; the best expert of all is in the last group."""
+    scores = torch.tensor([[0.52, 0.5, 0.1, 0.6, 0.51, 0.4, 0.85, 0.05, 0.02]])
+    routing = Routing(9, 3, scores="sigmoid", normalised=False, groups=3, groups_per_token=2)
+    assert choose_experts(scores.logit(), None, routing)[1].tolist() == [[3, 0, 4]]
+
+
+def test_scores_of_zero_have_weights() -> None:
+    weights, _ = choose_experts(torch.full((1, 4), -1e4), None, Routing(4, 2, scores="sigmoid"))
+    assert torch.equal(weights, torch.zeros(1, 2))
+
+
+def test_the_share_of_experts_that_tokens_touch() -> None:
+    routing = Routing(128, 8)
+    assert routing.share_touched(1) == pytest.approx(8 / 128)
+    assert routing.share_touched(2) == pytest.approx(1 - (15 / 16) ** 2)
+    assert Routing(8, 8).share_touched(1) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_joined_experts(name: str, tmp_path: Path) -> None:
+    """As transformers saves them where it is told to: matrices of all experts in one tensor."""
+    oracle = build(name, tmp_path, save_original_format=False)
+    assert any(name.endswith(".experts.gate_up_proj") for name, _ in oracle.named_parameters())
+    loaded = load_model(tmp_path)
+    assert loaded.notes == ()
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(FAMILIES) and "dense" not in name])
+def test_gguf(name: str, tmp_path: Path) -> None:
+    oracle = build(name, tmp_path, {"norm_topk_prob": True} if name.startswith("qwen3") else {})
+    assert_same(
+        packed_logits(load_model(write_model(tmp_path / "model.gguf", oracle)).model, sequences()),
+        oracle_logits(oracle, sequences()),
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
+    """Experts stay in the file's blocks on a CPU; the first layer's down projections have another format."""
+    oracle = build(name, tmp_path, {**WIDE, "intermediate_size": 256})
+    kinds = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "Q6_K", "ffn_gate_shexp": "Q4_0"}
+    blocks, plain = (
+        load_model(write_model(tmp_path / f"{as_numbers}.gguf", oracle, kinds=kinds, plain=as_numbers))
+        for as_numbers in (False, True)
+    )
+    experts = blocks.model.layers[1].mlp.experts
+    assert isinstance(experts.gate_up.weight, QuantisedMatrix) and isinstance(experts.down.weight, QuantisedMatrix)
+    assert {run.form for run in experts.gate_up.weight.runs} == {BLOCKS["Q4_0"], BLOCKS["Q8_0"]}
+    assert blocks.model.num_parameters == plain.model.num_parameters
+    assert_close(packed_logits(blocks.model, sequences()), packed_logits(plain.model, sequences()))
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "int4", "fp8, Qwen3's blocks", "nvfp4"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe"])
+def test_quantised_checkpoints(kind: str, case: str, tmp_path: Path) -> None:
+    files, plain = write_quantised(tmp_path, kind, case, **WIDE)
+    ours, theirs = load_model(files), load_model(plain)
+    assert isinstance(ours.model.layers[1].mlp.experts.gate_up.weight, QuantisedMatrix)
+    assert ours.model.num_bytes < 0.5 * theirs.model.num_bytes
+    assert_close(packed_logits(ours.model, sequences()), packed_logits(theirs.model, sequences()))
+    for found in on_ranks(2, lambda group: packed_logits(load_model(files, group=group).model, sequences())):
+        assert_close(found, packed_logits(theirs.model, sequences()))
+
+
+def test_experts_are_dequantised_beside_products_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)  # the references stand in for hardware
+    files, plain = write_quantised(tmp_path, "fp8, Qwen3's blocks", "qwen3_moe", **WIDE)
+    ours, theirs = load_model(files, dtype="bfloat16"), load_model(plain, dtype="bfloat16")
+    assert ours.config.quantization == "fp8"
+    assert ours.model.weights_in_words == "bfloat16, fp8 weights but those of experts"
+    assert ours.notes[-1].startswith("48 weights in fp8-g128 are dequantised to bfloat16, ")
+    for name in ("gate_up", "down"):
+        mine, other = (getattr(one.model.layers[1].mlp.experts, name).weight for one in (ours, theirs))
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_parallel: bool, tmp_path: Path) -> None:
+    """Inner widths of 48 are cut at 32, and 16 and 32; 8 experts at 4, or at 3 and 6."""
+    sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+    oracle = build(name, tmp_path, sizes)
+
+    def part(group: Group) -> tuple[int, list[torch.Tensor]]:
+        loaded = load_model(tmp_path, group=group, expert_parallel=expert_parallel)
+        experts = loaded.model.layers[1].mlp.experts
+        return experts.gate_up.weight.numel(), packed_logits(loaded.model, sequences())
+
+    parts = on_ranks(size, part)
+    assert sum(count for count, _ in parts) == 8 * 2 * 48 * TINY["hidden_size"]
+    for _, found in parts:
+        assert_same(found, oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_number_is_on_the_rank_that_uses_it(size: int, expert_parallel: bool, tmp_path: Path) -> None:
+    build("qwen2_moe", tmp_path, {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96})
+    edit_json(tmp_path / "config.json", num_attention_heads=6, intermediate_size=160)
+    shards = [Shard(load_config(tmp_path), rank, size, expert_parallel) for rank in range(size)]
+    for name, rows, columns in (
+        ("mlp.experts.gate_up.weight", 8 * 192, 48),
+        ("mlp.experts.down.weight", 8 * 48, 96),
+        ("mlp.shared.gate_up.weight", 192, 48),
+        ("mlp.shared.down.weight", 48, 96),
+    ):
+        whole = torch.arange(rows * columns).reshape(rows, columns)
+        seen = []
+        for shard in shards:
+            experts = shard.config.experts
+            assert experts is not None
+            here = sum(
+                part.numel()
+                for start in range(0, rows, 24)
+                for _, part in shard.pieces(f"layers.1.{name}", start, start + 24, whole[start : start + 24])
+            )
+            inner = experts.shared_size if "shared" in name else experts.intermediate_size
+            count = 1 if "shared" in name else experts.here[1] - experts.here[0]
+            assert here == count * inner * 48 * (2 if "gate_up" in name else 1)
+            seen += [part.flatten() for _, part in shard.pieces(f"layers.1.{name}", 0, rows, whole)]
+        assert torch.equal(torch.cat(seen).sort().values, whole.flatten())
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path, {"moe_intermediate_size": 32})
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 is too much for the experts' intermediate_size=32"):
+        load_model(tmp_path, group=Group(2, 3))
+    edit_json(tmp_path / "config.json", num_attention_heads=16, head_dim=16)
+    with pytest.raises(ValueError, match="tensor_parallel_size=9 is more than the 8 experts of a layer"):
+        Shard(load_config(tmp_path), 8, 9, expert_parallel=True)
+    build("llama", tmp_path / "dense")
+    with pytest.raises(ValueError, match="enable_expert_parallel: llama models have no experts; leave it out"):
+        load_model(tmp_path / "dense", expert_parallel=True)
+
+
+def test_layers_that_draft_tokens_are_left_out_and_said(tmp_path: Path) -> None:
+    oracle = build("glm4_moe", tmp_path)
+    last, drafting = f"model.layers.{oracle.config.num_hidden_layers}", torch.zeros(48)
+    edit_tensors(
+        tmp_path / "model.safetensors", **{f"{last}.{name}.weight": drafting.clone() for name in ("enorm", "eh_proj")}
+    )
+    loaded = load_model(tmp_path)
+    assert loaded.notes == (f"2 weights of layers that draft tokens are not used: {last}.eh_proj.weight, ...",)
+    file = tmp_path / "model.gguf"
+    write_model(file, oracle, {"blk.3.nextn.enorm.weight": drafting}, block_count=4, nextn_predict_layers=1)
+    loaded = load_model(file)
+    assert loaded.config.num_layers == 3
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_experts_per_tok": 9}, "experts of a token=9 is not a number from 1 to 8"),
+        ({"num_local_experts": None}, "num_experts is missing"),
+        ({"num_local_experts": 2.5}, "num_local_experts=2.5 is not a whole number"),
+        (
+            {"moe_intermediate_size": 36},
+            "experts need sizes that are multiples of 8, and experts' intermediate_size is",
+        ),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob=yes is not true or false"),
+        ({"mlp_only_layers": [0.5]}, r"mlp_only_layers=\[0.5\] is not a list of layers"),
+    ],
+)
+def test_configs_that_make_no_sense(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ValueError, match=reason):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_group": 3}, "8 experts are not 3 groups of two or more"),
+        ({"n_group": 4, "topk_group": 5}, "groups of a token=5 is not a number from 1 to 4"),
+        ({"n_group": 4, "topk_group": 1}, "3 experts of a token are not in 1 groups"),
+        ({"routed_scaling_factor": "much"}, "routed_scaling_factor=much is not a number above 0"),
+    ],
+)
+def test_groups_that_make_no_sense(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    build("glm4_moe", tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ValueError, match=reason):
+        load_config(tmp_path)
+
+
+def test_experts_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path, save_original_format=False)
+    edit_json(tmp_path / "config.json", num_local_experts=7)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.down_proj \(8, 48, 32\)"):
+        load_model(tmp_path)
+    build("qwen3_moe", tmp_path)
+    edit_json(tmp_path / "config.json", num_local_experts=9)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.mlp\.experts\.8\.gate_proj\.weight"):
+        load_model(tmp_path)
+
+
+def test_the_name_that_a_model_was_released_with_for_its_experts(tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path)
+    config = load_config(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    fields["num_experts"] = fields.pop("num_local_experts")
+    file.write_text(json.dumps(fields))
+    assert load_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("sizes", [(64, 512), (512, 64), (256, 256)])
+def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """A block's rows as they go through 64 experts, besides its own and what it adds."""
+    hidden, inner = sizes
+    wide = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 64, "num_experts_per_tok": 4}
+    build("qwen3_moe", tmp_path, {**wide, "num_local_experts": 64})
+    model = load_model(tmp_path, load_format="dummy").model
+    ops = Ops()
+    ops.silu_mul = lambda gate_up: gate_up.chunk(2, -1)[0].clone()  # no more memory than the kernel on a GPU takes
+    model.use(ops)
+    x = torch.randn(2048, hidden)
+    taken, left = peak_bytes(lambda: model.layers[1].mlp(x)), block_bytes(model.config, len(x), torch.float32)
+    assert taken <= left <= 1.5 * taken + 5 * x.nbytes
+
+
+def test_dummy_weights_route_to_all_experts(tmp_path: Path) -> None:
+    build("glm4_moe", tmp_path)
+    model = load_model(tmp_path, load_format="dummy").model
+    mixture = model.layers[1].mlp
+    assert isinstance(mixture, MixtureOfExperts)
+    x = torch.randn(500, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
+    _, experts = mixture.router(x)
+    assert experts.flatten().bincount(minlength=8).min() > 50
+    assert all(logits.isfinite().all() for logits in packed_logits(model, sequences()))

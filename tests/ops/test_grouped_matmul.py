@@ -1,0 +1,72 @@
+"""Products of sorted rows with experts' matrices: the loop, and PyTorch's kernel on a GPU, eager and in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.ops.grouped_matmul import cuda, reference
+
+COUNTS = [(3, 0, 5, 1), (0, 0, 0, 0), (0, 9, 0, 0), (1, 1, 1, 1)]
+gpu = pytest.mark.skipif(
+    bool(cuda.missing()) or torch.cuda.get_device_capability()[0] not in cuda.CAPABILITIES, reason="needs a Hopper GPU"
+)
+
+
+def made(counts: tuple[int, ...], n: int, k: int, behind: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, of which the last ``behind`` are no expert's, matrices, and where experts' rows end."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts) + behind, k, generator=generator)
+    weight = torch.randn(len(counts), n, k, generator=generator) * k**-0.5
+    return x, weight, torch.tensor(counts).cumsum(0).int()
+
+
+def by_rows(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.einsum("sk,snk->sn", x[: len(experts)], weight[experts])
+
+
+@pytest.mark.parametrize("behind", [0, 4])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_row_is_multiplied_with_its_experts_matrix(counts: tuple[int, ...], behind: int) -> None:
+    x, weight, ends = made(counts, 24, 40, behind)
+    out = reference.grouped_matmul(x, weight, ends)
+    assert out.shape == (len(x), 24)
+    torch.testing.assert_close(out[: sum(counts)], by_rows(x, weight, counts))
+
+
+def test_what_the_kernel_does_not_take_is_refused() -> None:
+    x, weight, ends = made((1, 1), 24, 36)
+    with pytest.raises(ValueError, match="takes multiples of 8 and up to 1023 experts, not 2 of 24 x 36"):
+        cuda.grouped_matmul(x, weight, ends)
+
+
+@gpu
+@pytest.mark.parametrize("behind", [0, 64])
+@pytest.mark.parametrize(("n", "k"), [(1536, 2048), (2048, 768), (2816, 4096), (64, 48)])
+@pytest.mark.parametrize("counts", [*COUNTS, (0,) * 120 + (1,) * 8, (700, 0, 9, 3000)])
+def test_the_kernel_is_the_loop(counts: tuple[int, ...], n: int, k: int, behind: int) -> None:
+    x, weight, ends = made(counts, n, k, behind)
+    used = sum(counts)
+    expected = by_rows(x, weight, counts) if used < 100 else reference.grouped_matmul(x, weight, ends)[:used]
+    x, weight, ends = x.cuda().bfloat16(), weight.cuda().bfloat16(), ends.cuda()
+    low = reference.grouped_matmul(x, weight, ends)[:used].float().cpu()
+    out = cuda.grouped_matmul(x, weight, ends)
+    assert out.shape == (used + behind, n) and out.dtype == torch.bfloat16
+    error = (out[:used].float().cpu() - expected).abs()
+    assert not used or error.max() <= 2 * (low - expected).abs().max() + 1e-3
+
+
+@gpu
+def test_a_graph_reads_where_rows_end_when_it_is_replayed() -> None:
+    x, weight, ends = (one.cuda() for one in made((2, 3, 3), 64, 48))
+    x, weight = x.bfloat16(), weight.bfloat16()
+    cuda.grouped_matmul(x, weight, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda.grouped_matmul(x, weight, ends)
+    for counts in ((8, 0, 0), (0, 1, 7)):
+        ends.copy_(torch.tensor(counts).cumsum(0))
+        graph.replay()
+        torch.testing.assert_close(out, reference.grouped_matmul(x, weight, ends), rtol=2e-2, atol=2e-2)
