@@ -131,7 +131,7 @@ class RoutedExperts(Computing):
         out = self.down(self.ops.silu_mul(self.gate_up(x[order // per_token], ends)), ends)
         if not self.all_here:
             out = out.masked_fill((number == self.count).unsqueeze(1), 0)
-        of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, -1)
+        of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, x.shape[1])
         return torch.bmm(weights.to(x.dtype).unsqueeze(1), of_token).squeeze(1)
 
 

@@ -7,9 +7,12 @@ consumes them; the ranks' outputs are then summed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
@@ -32,12 +35,17 @@ class Cut:
     """What a rank holds of a parameter.
 
     Attributes:
-        rows: spans of its rows, in the order in which the rank holds them.
+        rows: spans of its rows, in order, and held in this order.
         columns: a span of its columns; None for all.
     """
 
     rows: tuple[Span, ...]
     columns: Span | None = None
+
+    @cached_property
+    def held_from(self) -> list[int]:
+        """The rank's first row of each span."""
+        return [0, *accumulate(map(_length, self.rows))][:-1]
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,17 @@ class Shard:
     def cut(self, parameter: str) -> Cut | None:
         """What it holds of a parameter; None if that is all of it."""
         name = parameter.rpartition("layers.")[2].partition(".")[2] or parameter
+        if name not in self._cuts:
+            self._cuts[name] = self._cut(name)
+        return self._cuts[name]
+
+    @cached_property
+    def _cuts(self) -> dict[str, Cut | None]:
+        """Those that were asked for, which are the same in all layers: experts have thousands of tensors."""
+        return {}
+
+    def _cut(self, name: str) -> Cut | None:
+        """``cut`` by the name within a layer, or of what is in none."""
         module, _, kind = name.rpartition(".")
         whole, dim = self.whole, self.whole.head_dim
         q, kv = whole.num_query_heads * dim, whole.shape.kv_dim
@@ -196,7 +215,7 @@ class Shard:
             return None
         if module.startswith(("mlp.experts.", "mlp.shared.")):
             return self._cut_experts(module)
-        if parameter in ("embedding", "head"):
+        if name in ("embedding", "head"):
             return Cut((self.vocabulary,))
         if module == "attention.qkv":
             return Cut((queries, _moved(keys, q), _moved(keys, q + kv)))
@@ -239,12 +258,16 @@ class Shard:
 
     def spans(self, parameter: str, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Of rows ``start`` to ``stop`` of a whole parameter: where runs of them are here, and where in these rows."""
-        cut, here = self.cut(parameter), 0
-        for first, last in ((0, stop),) if cut is None else cut.rows:
+        cut = self.cut(parameter)
+        if cut is None:
+            yield slice(start, stop), slice(0, stop - start)
+            return
+        for number in range(bisect_right(cut.rows, start, key=itemgetter(1)), len(cut.rows)):
+            (first, last), here = cut.rows[number], cut.held_from[number]
+            if first >= stop:
+                return
             low, high = max(first, start), min(last, stop)
-            if low < high:
-                yield slice(here + low - first, here + high - first), slice(low - start, high - start)
-            here += last - first
+            yield slice(here + low - first, here + high - first), slice(low - start, high - start)
 
     def form(self, parameter: str, form: Form, columns: int) -> Form | None:
         """The form that rows of a whole parameter, of so many columns, have here; None if they are dequantised."""

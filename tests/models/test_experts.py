@@ -216,6 +216,7 @@ def test_layers_that_draft_tokens_are_left_out_and_said(tmp_path: Path) -> None:
             {"moe_intermediate_size": 36},
             "experts need sizes that are multiples of 8, and experts' intermediate_size is",
         ),
+        ({"num_local_experts": 512, "num_hidden_layers": 200}, "102400 experts in all layers are more than 65536"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob=yes is not true or false"),
         ({"mlp_only_layers": [0.5]}, r"mlp_only_layers=\[0.5\] is not a list of layers"),
     ],
@@ -277,6 +278,20 @@ def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int
     x = torch.randn(2048, hidden)
     taken, left = peak_bytes(lambda: model.layers[1].mlp(x)), block_bytes(model.config, len(x), torch.float32)
     assert taken <= left <= 1.5 * taken + 5 * x.nbytes
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+def test_no_tokens_and_few(name: str, tmp_path: Path) -> None:
+    """A token's result does not depend on what else is in the batch, and that may be nothing."""
+    build(name, tmp_path)
+    model = load_model(tmp_path).model
+    model.use(Ops())
+    mlp, x = model.layers[1].mlp, torch.randn(9, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
+    assert mlp(x[:0]).shape == (0, TINY["hidden_size"])
+    torch.testing.assert_close(torch.cat([mlp(row) for row in x.split(1)]), mlp(x))
+    low = load_model(tmp_path, dtype="bfloat16").model
+    low.use(Ops())
+    assert low.layers[1].mlp(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_dummy_weights_route_to_all_experts(tmp_path: Path) -> None:

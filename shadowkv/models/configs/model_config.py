@@ -14,6 +14,8 @@ from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
+MAX_EXPERTS = 1 << 16
+"""Of all layers; files name each of them, and no model comes near."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class ModelConfig:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
         if not reasons and not self.rope.is_finite:
             reasons.append(f"its RoPE has frequencies that are not finite: {self.rope}")
-        reasons += [] if self.experts is None else _wrong_experts(self.experts, self.hidden_size)
+        if self.experts is not None:
+            reasons += _wrong_experts(self.experts, self.hidden_size)
+            if (experts := self.num_layers * self.experts.routing.experts) > MAX_EXPERTS:
+                reasons.append(f"{experts} experts in all layers are more than {MAX_EXPERTS}")
         if self.quantization not in (None, "fp8"):
             reasons.append(f"quantization={self.quantization!r} is not fp8")
         if self.quantization == "fp8":

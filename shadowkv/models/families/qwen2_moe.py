@@ -25,12 +25,12 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     fields = expert_fields(
         hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
     )
-    normalised = fields.get("norm_topk_prob", False)
+    normalised, shared = fields.get("norm_topk_prob", False), fields["shared_expert_intermediate_size"]
     experts = Experts(
         Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised),
         fields["moe_intermediate_size"],
-        shared_size=fields["shared_expert_intermediate_size"],
-        shared_gate=True,
+        shared_size=shared,
+        shared_gate=shared > 0,
     )
     dense, bias = dense_layers(fields, config.num_layers), fields.get("qkv_bias", True)
     return replace(config, qkv_bias=bias, experts=experts, dense_layers=dense)
