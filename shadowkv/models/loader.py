@@ -182,7 +182,9 @@ def load_model(
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
-    files = _with_separate_experts(read(path, max_model_len, hf_overrides, runnable))
+    files = read(path, max_model_len, hf_overrides, runnable)
+    with naming(path):
+        files = _with_separate_experts(files)
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)

@@ -255,6 +255,15 @@ def test_experts_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path)
+    edit_tensors(tmp_path / "model.safetensors", **{"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 48, 32)})
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.down_proj\.weight is there twice, as .*down_proj.*; fetch it again"
+    ):
+        load_model(tmp_path)
+
+
 def test_the_name_that_a_model_was_released_with_for_its_experts(tmp_path: Path) -> None:
     build("qwen3_moe", tmp_path)
     config = load_config(tmp_path)

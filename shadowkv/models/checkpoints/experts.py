@@ -37,6 +37,8 @@ class SeparateExperts:
     Attributes:
         shapes: of all weights that are read, each expert's by its own name.
         left_out: names in the files of those that are not.
+
+    Raises ValueError where the files have an expert's weight twice, apart and joined.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], experts: int, drafting: range) -> None:
@@ -44,11 +46,12 @@ class SeparateExperts:
         self.left_out = [name for name in shapes if name.startswith(prefixes)]
         read = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
         self._parts = {name: dict(_parts(name, shape, experts)) for name, shape in read.items()}
-        self.shapes = {
-            part: shapes[name] if rows is None else (rows.stop - rows.start, *shapes[name][2:])
-            for name, parts in self._parts.items()
-            for part, rows in parts.items()
-        }
+        self.shapes: dict[str, Shape] = {}
+        for name, parts in self._parts.items():
+            for part, rows in parts.items():
+                if part in self.shapes:
+                    raise ValueError(f"{part} is there twice, as {name} too")
+                self.shapes[part] = shapes[name] if rows is None else (rows.stop - rows.start, *shapes[name][2:])
 
     def forms(self, forms: Mapping[str, Form]) -> dict[str, Form]:
         """Forms of quantised weights by the new names."""
