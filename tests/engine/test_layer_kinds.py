@@ -1,4 +1,5 @@
-"""A model of which some layers have a sliding window: as transformers computes it, from every tier, on two ranks."""
+"""Models of which some layers, or all, have a sliding window: as transformers computes them, from every tier, on two
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, token
 from test_mixed_steps import paced
 from test_prefix_cache import cached
 from tiers import assert_nothing_left, evict_device, settle
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
@@ -30,29 +31,41 @@ from shadowkv.models import load_model
 WINDOW, VOCABULARY = 100, 256
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "sliding_window": WINDOW,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "layer_types": MIXED},
+    "mistral": {},
+}
+KINDS = {"mistral": (LayerKind(WINDOW),) * 4}
+
+Model = tuple[Path, torch.nn.Module]
+"""Files of a small random model, and transformers' own."""
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    """Files of a small random model, and transformers' own."""
-    directory = tmp_path_factory.mktemp("mixed")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make("qwen2", tmp_path_factory.mktemp("mixed"))
+
+
+def make(family: str, directory: Path) -> Model:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        sliding_window=WINDOW,
-        use_sliding_window=True,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3 if parameter.ndim == 1 else 0.2)
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
     made.save_pretrained(directory, safe_serialization=True)
     vocabulary = {chr(ord(" ") + number): number for number in range(90)}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[])).save(str(directory / "tokenizer.json"))
@@ -70,14 +83,18 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("block", [2048, 48])
 def test_logits_are_those_of_transformers(
-    model: tuple[Path, torch.nn.Module], block: int, monkeypatch: pytest.MonkeyPatch
+    family: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of packed prompts and of one in blocks, steps, later turns, a fork, and what goes on from a snapshot."""
     small_blocks(monkeypatch, block)
+    model = make(family, tmp_path)
     loaded = load_model(model[0], dtype=torch.float32)
-    assert loaded.config.layer_kinds == (LayerKind(WINDOW), FULL, LayerKind(WINDOW), LayerKind(WINDOW))
+    assert loaded.config.layer_kinds == KINDS.get(
+        family, (LayerKind(WINDOW), FULL, LayerKind(WINDOW), LayerKind(WINDOW))
+    )
     assert loaded.config.max_position == 2048
     cache = open_cache(loaded, preset("full"), 1200, slots=4)
     runner = Runner(loaded.model, cache)
@@ -102,7 +119,7 @@ def test_logits_are_those_of_transformers(
     close(Runner(loaded.model, other).decode([twin], [7])[0], oracle(model[1], [*texts[0], *turn, 7])[-1])
 
 
-def engine_of(model: tuple[Path, torch.nn.Module], **options: Any) -> Engine:
+def engine_of(model: Model, **options: Any) -> Engine:
     settings = {"kv": "full", "max_num_seqs": 4, "max_cached_seqs": 2, "kv_dense_below": 0, **options}
     return Engine(EngineConfig(model=str(model[0]), **settings))
 
@@ -122,7 +139,7 @@ def greedy(model: torch.nn.Module, text: list[int], count: int = 8) -> list[int]
     return answer
 
 
-def test_prompts_in_the_pass_of_a_step_are_answered_as_by_transformers(model: tuple[Path, torch.nn.Module]) -> None:
+def test_prompts_in_the_pass_of_a_step_are_answered_as_by_transformers(model: Model) -> None:
     engine, texts = engine_of(model), [prompt(1, 130), prompt(2, 250), prompt(3, 5)]
     engine.add_request("0", texts[0], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     outputs = engine.step()
@@ -138,7 +155,7 @@ def test_prompts_in_the_pass_of_a_step_are_answered_as_by_transformers(model: tu
     assert_empty(engine)
 
 
-def test_prompts_come_back_from_every_tier(model: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+def test_prompts_come_back_from_every_tier(model: Model, tmp_path: Path) -> None:
     document, question = prompt(1, 640), prompt(2, 100)
     options = {"kv_offload_gib": 0.0625, "kv_disk_dir": str(tmp_path / "cache")}
     engine = engine_of(model, **options)
@@ -162,7 +179,7 @@ def test_prompts_come_back_from_every_tier(model: tuple[Path, torch.nn.Module], 
 
 
 @pytest.mark.parametrize("kv", ["turbo:values=dense", "full"])
-def test_requests_side_by_side_are_answered_as_alone(model: tuple[Path, torch.nn.Module], kv: str) -> None:
+def test_requests_side_by_side_are_answered_as_alone(model: Model, kv: str) -> None:
     texts = {str(seed): prompt(seed, length) for seed, length in enumerate((700, 90, 333, 10, 128, 1))}
     alone = {name: ask(engine_of(model, kv=kv), text)[0] for name, text in texts.items()}
     engine = engine_of(model, kv=kv)
@@ -174,7 +191,7 @@ def test_requests_side_by_side_are_answered_as_alone(model: tuple[Path, torch.nn
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks meet through gloo")
-def test_two_ranks_answer_as_one(model: tuple[Path, torch.nn.Module]) -> None:
+def test_two_ranks_answer_as_one(model: Model) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
     document, answers = prompt(1, 400), []
     for ranks in (1, 2):
@@ -191,6 +208,18 @@ def test_two_ranks_answer_as_one(model: tuple[Path, torch.nn.Module]) -> None:
         assert one[0] == two[0]
         torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-4, rtol=0)
     assert answers[0][0][0] == greedy(model[1], document + prompt(2, 60))
+
+
+def test_a_policy_is_of_no_layer_where_all_have_a_window(tmp_path: Path) -> None:
+    """And the start says so; a limit of the window's size leaves none that has one."""
+    directory, oracle = make("mistral", tmp_path)
+    text = prompt(1, 700)
+    engine = engine_of((directory, oracle), kv="turbo")
+    assert "windows 4 of 4 layers attend to the newest 100 tokens, exact under every policy" in engine.notes
+    assert ask(engine, text)[0] == greedy(oracle, text)
+    short = engine_of((directory, oracle), kv="turbo", max_model_len=WINDOW)
+    assert not [line for line in short.notes if line.startswith("windows")]
+    assert ask(short, text[:50])[0] == greedy(oracle, text[:50])
 
 
 def test_memory_is_shared_out_so_that_short_sequences_have_windows_too() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.models import Decoder
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
@@ -34,8 +35,9 @@ class DenseBatch:
 class DenseCache:
     """Keys after rotation and values per layer, with the sequence and the position of each."""
 
-    def __init__(self, rope: RopeConfig, max_positions: int = 512) -> None:
+    def __init__(self, rope: RopeConfig, max_positions: int = 512, kinds: Sequence[LayerKind] = ()) -> None:
         self.rotary = RotaryTables(rope, max_positions)
+        self.windows = {layer: kind.window for layer, kind in enumerate(kinds)}
         self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
@@ -53,6 +55,8 @@ class DenseCache:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", self.rotate(q, batch.positions), keys) / q.shape[-1] ** 0.5
         seen = (batch.sequences[:, None] == sequences) & (positions <= batch.positions[:, None])
+        if (window := self.windows.get(layer)) is not None:
+            seen &= positions > batch.positions[:, None] - window
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype)
 
@@ -73,7 +77,7 @@ class DenseCache:
 def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int = 512) -> list[Tensor]:
     """Logits [length, V] of each sequence, all run as one packed batch."""
     batch = DenseBatch.of([len(sequence) for sequence in sequences])
-    cache = DenseCache(model.config.rope, max_positions)
+    cache = DenseCache(model.config.rope, max_positions, model.config.layer_kinds)
     model.use(Ops())
     x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
     for layer in model.layers:

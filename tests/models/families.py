@@ -29,6 +29,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
     "long_factor": [1.5, 2.0, 4.0, 8.0, 12.0, 16.0],
 }
+WINDOW = {"sliding_window": 9, "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
@@ -66,6 +67,13 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-yarn-mscale": {"model_type": "llama", "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
     "llama-yarn-attention-factor": {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.3}},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 10, "head_dim": 16},
+    "phi3-window": {"model_type": "phi3", "sliding_window": 5},
+    "qwen2-window": {**WINDOW, "model_type": "qwen2", "max_window_layers": 1},
+    "qwen3-window": {
+        **{**WINDOW, "model_type": "qwen3", "head_dim": 16},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2": {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
     "qwen2-tied-yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},

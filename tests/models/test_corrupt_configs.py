@@ -44,6 +44,7 @@ FIELDS: list[dict[str, Any]] = [
     *({"hidden_act": value} for value in ("gelu", 3, ["silu"], {})),
     *({"tie_word_embeddings": value} for value in ("false", 1, [])),
     *({"attention_bias": value} for value in ("no", 2)),
+    *({"max_window_layers": value} for value in ("64", -1, 1.5, [], 10**30)),
     *({"sliding_window": value} for value in ("64", -1, 1.5, [], 10**30)),
     *({"partial_rotary_factor": value} for value in (NAN, -1, 2.0, 1e-9, "x")),
     {"bos_token_id": "x"},

@@ -13,6 +13,7 @@ from families import build
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.models import load_config, load_model
 
 
@@ -128,12 +129,16 @@ def test_theta_override_takes_the_users_word(llama: Path) -> None:
     assert config.rope.theta == 4e6
 
 
-def test_active_sliding_window_is_a_limit(tmp_path: Path) -> None:
-    build("mistral", tmp_path)
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+def test_a_window_is_one_only_of_longer_sequences(name: str, tmp_path: Path) -> None:
+    build(name, tmp_path)
     edit_config(tmp_path, sliding_window=64)
-    assert load_config(tmp_path).max_position == 64
-    with pytest.raises(ValueError, match="sliding window of 64"):
-        load_config(tmp_path, max_model_len=128)
+    for limit, kinds in ((None, (LayerKind(64),) * 2), (65, (LayerKind(64),) * 2), (64, ())):
+        config = load_config(tmp_path, limit)
+        assert config.layer_kinds == kinds
+        assert config.max_position == 256
+    edit_config(tmp_path, sliding_window=256)
+    assert load_config(tmp_path).layer_kinds == ()
 
 
 def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from test_families import assert_same, sequences
 from test_loading_errors import edit_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.models import load_config, load_model
 from shadowkv.models.configs.config_json import FIELDS
 from shadowkv.models.families.registry import FAMILIES, family
@@ -133,7 +134,8 @@ VALUES: dict[str, Any] = {
     "attention_bias": True,
     "sliding_window": 9,
     "use_sliding_window": False,
-    "layer_types": ["full_attention", "sliding_attention"],
+    "max_window_layers": 0,
+    "layer_types": ["sliding_attention", "sliding_attention"],
     "num_experts": 12,
     "num_local_experts": 12,
     "n_routed_experts": 12,
@@ -158,7 +160,7 @@ VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path) -> None:
     config = {**TINY, "model_type": model_type, "sliding_window": 128, "attention_bias": False, "head_dim": 16}
-    config |= {"use_sliding_window": True, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    config |= {"use_sliding_window": True, "max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     if "experts" in str(family(model_type).FIELDS):
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
         config |= {**counts, "num_experts_per_tok": 2, "norm_topk_prob": False, "n_group": 4, "topk_group": 2}
@@ -220,12 +222,12 @@ def test_what_cannot_be_is_refused_in_one_line(overrides: dict[str, Any], words:
         assert caught.value.as_flags({}).startswith("--hf-overrides on ")
 
 
-def test_a_window_is_a_limit_whoever_names_it(tmp_path: Path) -> None:
+def test_the_first_layers_have_no_window_whoever_names_it(tmp_path: Path) -> None:
     build("qwen2", tmp_path)
-    window = {"use_sliding_window": True, "sliding_window": 64}
-    assert load_config(tmp_path, hf_overrides=window).max_position == 64
-    with pytest.raises(SettingsError, match="windows are not supported: use max_model_len <= 64"):
-        load_config(tmp_path, 128, window)
+    window = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}
+    assert load_config(tmp_path, hf_overrides=window).layer_kinds == ()  # it begins with layer 28
+    for first, kinds in ((1, (FULL, LayerKind(64))), (0, (LayerKind(64),) * 2), (2, ())):
+        assert load_config(tmp_path, hf_overrides={**window, "max_window_layers": first}).layer_kinds == kinds
 
 
 def test_sizes_that_the_weights_do_not_have_are_refused(tmp_path: Path) -> None:

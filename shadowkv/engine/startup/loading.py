@@ -174,6 +174,12 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         f"{loaded.model.weights_in_words} on {cache.device}{ranks}",
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
+        *(
+            f"windows {len(group.layers)} of {counted(group.model_layers, 'layer')} attend to the newest "
+            f"{counted(group.window, 'token')}, exact under every policy"
+            for group in cache.layout.groups
+            if group.window is not None
+        ),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",

@@ -80,7 +80,8 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
 
     for name, most in _LARGEST.items():
         check(hf, name, whole(1, most), f"a whole number from 1 to {most}")
-    check(hf, "sliding_window", whole(0, MAX_POSITIONS), f"a whole number from 0 to {MAX_POSITIONS}")
+    for name in ("sliding_window", "max_window_layers"):
+        check(hf, name, whole(0, MAX_POSITIONS), f"a whole number from 0 to {MAX_POSITIONS}")
     for name in _SWITCHES:
         check(hf, name, lambda value: type(value) is bool, "true or false")
     check(hf, "rms_norm_eps", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
@@ -129,13 +130,15 @@ def build_config(
     default_theta: float = 10000.0,
     default_partial: float = 1.0,
     interleaved: bool = False,
-    sliding_window: int | None = None,
+    window: LayerKind = FULL,
+    first_window: int = 0,
     layer_types: Any = None,
     **switches: bool,
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
 
-    ``layer_types`` says which layers have the window; where none has, it limits how long a sequence may be.
+    ``window`` is the kind of the layers that ``layer_types`` calls sliding, or without such a list of all layers from
+    ``first_window`` on.
 
     Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
     """
@@ -146,7 +149,7 @@ def build_config(
         reasons.append("mlp_bias is not supported")
     if reasons:
         raise ValueError(f"this config cannot be used: {in_words(reasons)}")
-    kinds = _kinds(layer_types, hf["num_hidden_layers"], sliding_window)
+    kinds = _kinds(layer_types, hf["num_hidden_layers"], window, first_window)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = rope_from_hf(
@@ -173,7 +176,6 @@ def build_config(
         experts=None,  # set by families that have some, as are the layers without
         dense_layers=(),
         layer_kinds=kinds,
-        sliding_window=None if kinds else sliding_window,
         quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
@@ -181,15 +183,21 @@ def build_config(
     )
 
 
-def _kinds(types: Any, count: int, window: int | None) -> tuple[LayerKind, ...]:
-    """The kind of each of ``count`` layers; none where there is no window, or all layers are alike. Raises
-    ValueError."""
-    if types is None or not window:
+def window_of(hf: Mapping[str, Any]) -> LayerKind:
+    """The kind of layers with the config's ``sliding_window``: full attention where there is none."""
+    return LayerKind(hf.get("sliding_window") or None)
+
+
+def _kinds(types: Any, count: int, window: LayerKind, first: int) -> tuple[LayerKind, ...]:
+    """The kind of each of ``count`` layers; none where all of them see everything. Raises ValueError."""
+    if window == FULL:
         return ()
+    if types is None:
+        return (FULL,) * min(first, count) + (window,) * (count - first)
     if not isinstance(types, list) or len(types) != count or not all(kind in LAYER_TYPES for kind in types):
         names = " or ".join(LAYER_TYPES)
         raise ValueError(f"this config cannot be used: layer_types is not a list of {names} for each of {count} layers")
-    return tuple(LayerKind(window) if kind == SLIDING else FULL for kind in types) if SLIDING in types else ()
+    return tuple(window if kind == SLIDING else FULL for kind in types) if SLIDING in types else ()
 
 
 def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
+from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.layers.spec import Experts
 from shadowkv.models.checkpoints.files import in_words
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -30,8 +30,6 @@ class ModelConfig:
         dense_layers: numbers of the layers with an MLP, in a model with experts.
         draft_layers: layers behind the last one that files have for drafting tokens, whose weights are not read.
         layer_kinds: the kind of every layer; empty where all of them see everything.
-        sliding_window: tokens that a query sees where the model was trained with a window and does not say in which
-            layers, else None. Sequences up to the window are exact, so ``max_position`` never exceeds it.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
             are stored.
@@ -59,7 +57,6 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     draft_layers: int = 0
     layer_kinds: tuple[LayerKind, ...] = ()
-    sliding_window: int | None = None
     quantization: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -143,7 +140,8 @@ class ModelConfig:
         return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
-        """The config with its window as a limit.
+        """The config for sequences of up to ``max_model_len``, or ``max_position``: windows as long as that hide
+        nothing and are left out.
 
         ``another_base`` means that the weights were trained with another base of RoPE than their files say; how far
         they reach is then for the user to say, by ``max_model_len``. Raises SettingsError where ``max_model_len`` is
@@ -152,16 +150,6 @@ class ModelConfig:
         config = self
         if another_base and max_model_len is not None:
             config = replace(config, max_position=max_model_len)
-        if config.sliding_window is not None and config.max_position > config.sliding_window:
-            if max_model_len is not None and max_model_len > config.sliding_window:
-                window = counted(config.sliding_window, "token")
-                raise SettingsError(
-                    f"max_model_len={max_model_len} is more than the sliding window of {window} "
-                    f"that this {config.architecture} model attends to; windows are not supported: use "
-                    f"max_model_len <= {config.sliding_window}",
-                    ["max_model_len"],
-                )
-            config = replace(config, max_position=config.sliding_window)
         if max_model_len is not None and max_model_len > config.max_position:
             positions = counted(config.max_position, "position")
             raise SettingsError(
@@ -170,7 +158,9 @@ class ModelConfig:
                 "rope_theta that an adapter was trained with",
                 ["max_model_len", "hf_overrides"],
             )
-        return config
+        longest = max_model_len or config.max_position
+        kinds = tuple(FULL if (kind.window or 0) >= longest else kind for kind in config.layer_kinds)
+        return replace(config, layer_kinds=() if set(kinds) <= {FULL} else kinds)
 
 
 def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:

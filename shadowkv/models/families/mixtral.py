@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.layers.spec import Experts, Routing
-from shadowkv.models.configs.config_json import build_config
+from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets, decoder_targets
@@ -16,8 +16,7 @@ FIELDS = ("sliding_window", "num_local_experts", "num_experts_per_tok")
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``mixtral`` config; raises ValueError where it cannot be run."""
-    window = hf.get("sliding_window")
-    config = build_config(hf, max_model_len=max_model_len, default_theta=1e6, sliding_window=window)
+    config = build_config(hf, max_model_len=max_model_len, default_theta=1e6, window=window_of(hf))
     fields = expert_fields(hf, "num_local_experts", "num_experts_per_tok")
     routing = Routing(fields["num_local_experts"], fields["num_experts_per_tok"])
     return replace(config, experts=Experts(routing, config.intermediate_size))

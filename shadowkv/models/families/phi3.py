@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.models.configs.config_json import build_config
+from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets, decoder_targets
 
@@ -16,7 +16,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
     ``max_model_len`` decides LongRoPE's factors: the short set up to the original context, the long set beyond.
     """
-    return build_config(hf, max_model_len=max_model_len, sliding_window=hf.get("sliding_window"))
+    return build_config(hf, max_model_len=max_model_len, window=window_of(hf))
 
 
 def targets(config: ModelConfig) -> Targets:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.layers.spec import Experts, Routing
+from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families import qwen2
@@ -21,6 +22,8 @@ FIELDS = (
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen2_moe`` config; raises ValueError where it cannot be run."""
+    if hf.get("layer_types") is None and wrong_fields(hf) == []:
+        hf = hf | {"layer_types": _layer_types(hf)}
     config = qwen2.config_from_hf(hf, max_model_len)
     fields = expert_fields(
         hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
@@ -34,6 +37,15 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     )
     dense, bias = dense_layers(fields, config.num_layers), fields.get("qkv_bias", True)
     return replace(config, qkv_bias=bias, experts=experts, dense_layers=dense)
+
+
+def _layer_types(hf: dict[str, Any]) -> list[str]:
+    """Where a config does not say it: of the first layers every other one has the window, as in Transformers."""
+    first_full = hf.get("max_window_layers", qwen2.FIRST_WINDOW)
+    return [
+        "full_attention" if layer % 2 or layer >= first_full else "sliding_attention"
+        for layer in range(hf["num_hidden_layers"])
+    ]
 
 
 def targets(config: ModelConfig) -> Targets:

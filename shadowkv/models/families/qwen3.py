@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.models.configs.config_json import build_config
+from shadowkv.kvcache.policy.shape import FULL
+from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.qwen2 import FIRST_WINDOW
 from shadowkv.models.families.weight_names import Targets, decoder_targets, head_norms
 
-FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "layer_types")
+FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
@@ -17,7 +19,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     return build_config(
         {"head_dim": 128, **hf},
         max_model_len=max_model_len,
-        sliding_window=hf.get("sliding_window") if hf.get("use_sliding_window") else None,
+        window=window_of(hf) if hf.get("use_sliding_window") else FULL,
+        first_window=hf.get("max_window_layers", FIRST_WINDOW),
         layer_types=hf.get("layer_types"),
         qkv_bias=bias,
         attention_out_bias=bias,

@@ -12,7 +12,7 @@ from shadowkv.models.families import qwen3
 from shadowkv.models.families.weight_names import Targets
 
 FIELDS = (
-    *qwen3.FIELDS,
+    *("attention_bias", "sliding_window", "use_sliding_window"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers"),
 )
@@ -20,7 +20,8 @@ FIELDS = (
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen3_moe`` config; raises ValueError where it cannot be run."""
-    config = qwen3.config_from_hf(hf, max_model_len)
+    # A window, which no released model has, is that of all layers.
+    config = qwen3.config_from_hf(hf | {"max_window_layers": 0, "layer_types": None}, max_model_len)
     fields = expert_fields(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     normalised = fields.get("norm_topk_prob", False)
     routing = Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised)
