@@ -53,7 +53,7 @@ class KVCache:
 
     Args:
         layout: the policy's layout on the model, for sequences of up to its ``max_model_len``.
-        rope: the model's RoPE; queries and keys are passed in before it.
+        rope: the model's RoPE, of layers without their own; queries and keys are passed in before it.
         slots: sequences that can be held at once, running or finished.
         memory: blocks of the tiers of pages.
         ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
@@ -81,7 +81,8 @@ class KVCache:
         self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
         self.max_model_len = layout.max_model_len
         self.ops = ops
-        rotary = RotaryTables(rope, self.max_model_len, self.device)
+        ropes = dict.fromkeys((rope, *(group.rope or rope for group in layout.groups)))
+        rotary = {one: RotaryTables(one, self.max_model_len, self.device) for one in ropes}
         sparse = self.spec.prefill == "sparse"
         self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None
         weights = weights or [{}] * self.shape.num_layers
@@ -90,7 +91,7 @@ class KVCache:
                 number,
                 group,
                 self.ops,
-                rotary,
+                rotary[group.rope or rope],
                 slots,
                 layout.of_group(number, memory),
                 self.device,

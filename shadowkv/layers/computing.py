@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
 
 from shadowkv.ops.registry import Ops
@@ -17,5 +15,5 @@ class Computing(nn.Module):
         ops: those of the engine; given before the first call (``Decoder.use``).
     """
 
-    calls: ClassVar[tuple[str, ...]]
+    calls: tuple[str, ...]
     ops: Ops

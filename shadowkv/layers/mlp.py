@@ -1,4 +1,4 @@
-"""Gated MLP (SwiGLU, arXiv:2002.05202)."""
+"""Gated MLP (arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from torch import Tensor
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.spec import LayerSpec, projection
 
+GATES = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_mul"}
+"""The op that multiplies by the activation of a gate, by the activation's name."""
+
 
 class MLP(Computing):
-    """down(silu(gate(x)) * up(x)), gate and up joined in one matrix product.
+    """down(activation(gate(x)) * up(x)), gate and up joined in one matrix product.
 
     Args:
         spec: of the layer.
@@ -17,11 +20,11 @@ class MLP(Computing):
         name: within the layer.
     """
 
-    calls = ("silu_mul",)
-
     def __init__(self, spec: LayerSpec, size: int, name: str = "mlp") -> None:
         super().__init__()
         self.group = spec.group
+        self.gate = GATES[spec.activation]
+        self.calls = (self.gate,)
         self.gate_up = projection(spec, f"{name}.gate_up", spec.hidden_size, 2 * size)
         self.down = projection(spec, f"{name}.down", size, spec.hidden_size)
 
@@ -31,4 +34,4 @@ class MLP(Computing):
 
     def part(self, x: Tensor) -> Tensor:
         """What this rank adds to the sum over all ranks: [T, D] -> [T, D]."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+        return self.down(getattr(self.ops, self.gate)(self.gate_up(x)))

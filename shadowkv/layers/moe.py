@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
-from shadowkv.layers.mlp import MLP
+from shadowkv.layers.mlp import GATES, MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec, Routing
 from shadowkv.ops.grouped_matmul.reference import experts_rows
@@ -101,10 +101,10 @@ class ExpertsProjection(Computing):
 class RoutedExperts(Computing):
     """The experts among which tokens choose, or those of them that this rank holds: gated MLPs without biases."""
 
-    calls = ("silu_mul",)
-
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
+        self.gate = GATES[spec.activation]
+        self.calls = (self.gate,)
         (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
         self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
         self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", self.count, hidden, 2 * size)
@@ -128,7 +128,7 @@ class RoutedExperts(Computing):
         number, order = number.sort(stable=True)
         ends = torch.searchsorted(number, torch.arange(self.count, device=x.device), right=True, out_int32=True)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
-        out = self.down(self.ops.silu_mul(self.gate_up(x[order // per_token], ends)), ends)
+        out = self.down(getattr(self.ops, self.gate)(self.gate_up(x[order // per_token], ends)), ends)
         if not self.all_here:
             out = out.masked_fill((number == self.count).unsqueeze(1), 0)
         of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, x.shape[1])

@@ -76,6 +76,7 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: what the layer has in place of the MLP; None for nothing.
         rms_norm_eps: added to the mean square in every RMSNorm.
+        activation: of the MLP's gate, by its name in Hugging Face configs: one of ``GATES`` (``mlp``).
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before RoPE.
@@ -92,6 +93,7 @@ class LayerSpec:
     intermediate_size: int
     experts: Experts | None
     rms_norm_eps: float
+    activation: str
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool

@@ -59,6 +59,7 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             experts=None,
             rms_norm_eps=config.rms_norm_eps,
+            activation=config.activation,
             qkv_bias=config.qkv_bias,
             out_bias=config.attention_out_bias,
             qk_norm=config.qk_norm,
@@ -95,6 +96,12 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
+        x = self._look_up(token_ids)
+        if self.config.embedding_scale == 1.0:
+            return x
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as its families do it
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if isinstance(self.embedding, QuantisedMatrix):
             return self.embedding.look_up(token_ids)
         if self.group.size == 1:

@@ -10,7 +10,7 @@ from torch import nn
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
 from shadowkv.models.checkpoints.files import in_words
-from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, fill_fp8, fill_plain
+from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, dense, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.families.weight_names import Target, Targets
 from shadowkv.models.sharding import Shard
@@ -61,6 +61,8 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
         target = targets.get(name)
         if target is None:
             continue
+        if (target.offset, target.scale) != (0.0, 1.0):
+            stored = (dense(stored).float() + target.offset) * target.scale
         for rows, part in shard.pieces(target.parameter, target.start, target.stop, stored):
             if (matrix := matrices.get(target.parameter)) is not None:
                 (kept,) = matrix.stored(rows.start, rows.stop)

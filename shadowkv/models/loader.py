@@ -25,7 +25,7 @@ from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
-from shadowkv.models.families.registry import family
+from shadowkv.models.families.registry import family, text_weight
 from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
@@ -345,9 +345,9 @@ def _directory(
     config, format = config_from_directory(path, max_model_len, hf_overrides)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
-        plain = SafetensorsWeights(path)
+        plain = SafetensorsWeights(path, renamed=text_weight(config.architecture))
         return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream())
-    weights = QuantisedWeights(path, format)
+    weights = QuantisedWeights(path, format, text_weight(config.architecture))
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
     notes = []

@@ -29,6 +29,7 @@ NAMES = (
     "dequantise_rows",
     "fetch_chunks",
     "find_outliers",
+    "gelu_mul",
     "grouped_matmul",
     "low_rank_basis",
     "merge_attention",

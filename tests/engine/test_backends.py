@@ -17,7 +17,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import backend_lines, load_from_config
 from shadowkv.layers.computing import Computing
-from shadowkv.layers.decoder_layer import MLP
+from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import Unbuilt, cpu_missing

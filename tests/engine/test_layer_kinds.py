@@ -27,6 +27,7 @@ from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models import load_model
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 WINDOW, VOCABULARY = 100, 256
 
@@ -47,8 +48,10 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_at
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "layer_types": MIXED},
     "mistral": {},
+    "gemma3_text": {"head_dim": 16, "layer_types": MIXED, "query_pre_attn_scalar": 12, "tie_word_embeddings": True},
 }
-KINDS = {"mistral": (LayerKind(WINDOW),) * 4}
+LOCAL = LayerKind(WINDOW, RopeConfig(16, theta=10000.0))
+KINDS = {"mistral": (LayerKind(WINDOW),) * 4, "gemma3_text": (LOCAL, FULL, LOCAL, LOCAL)}
 
 Model = tuple[Path, torch.nn.Module]
 """Files of a small random model, and transformers' own."""
@@ -65,7 +68,9 @@ def make(family: str, directory: Path) -> Model:
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+            norms = parameter.ndim == 1
+            mean = 1.0 if norms and family != "gemma3_text" else 0.0  # Gemma's norms add 1
+            parameter.normal_(mean, 0.3 if norms else 0.15)
     made.save_pretrained(directory, safe_serialization=True)
     vocabulary = {chr(ord(" ") + number): number for number in range(90)}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[])).save(str(directory / "tokenizer.json"))

@@ -221,6 +221,14 @@ def test_what_is_missing_is_named_where_transformers_is_not_installed() -> None:
     assert "-m pip install 'transformers>=5'" in done.stderr
 
 
+def test_layers_with_a_rope_of_their_own_are_refused() -> None:
+    config = AutoConfig.for_model("gemma3_text", **{**TINY, "head_dim": 32})
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("shadowkv")
+    with pytest.raises(ValueError, match="gemma3_text models have layers with a RoPE of their own: use an engine"):
+        ShadowKVCache(model, "full", max_model_len=MOST)
+
+
 def test_layers_with_a_window_attend_within_it() -> None:
     config = Qwen2Config(
         **{**TINY, "num_hidden_layers": 2},

@@ -36,12 +36,15 @@ class DenseCache:
     """Keys after rotation and values per layer, with the sequence and the position of each."""
 
     def __init__(self, rope: RopeConfig, max_positions: int = 512, kinds: Sequence[LayerKind] = ()) -> None:
+        self.tables = {
+            layer: RotaryTables(kind.rope, max_positions) for layer, kind in enumerate(kinds) if kind.rope is not None
+        }
         self.rotary = RotaryTables(rope, max_positions)
         self.windows = {layer: kind.window for layer, kind in enumerate(kinds)}
         self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
-        self.kept.setdefault(layer, []).append((self.rotate(k, batch.positions), v, batch))
+        self.kept.setdefault(layer, []).append((self.rotate(layer, k, batch.positions), v, batch))
 
     def begin(self, layer: int, q: Tensor, batch: DenseBatch) -> Callable[[], Tensor]:
         return lambda: self.attend(layer, q, batch)
@@ -53,16 +56,17 @@ class DenseCache:
         positions = torch.cat([b.positions for _, _, b in self.kept[layer]])
         group = q.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", self.rotate(q, batch.positions), keys) / q.shape[-1] ** 0.5
+        scores = torch.einsum("qhd,khd->hqk", self.rotate(layer, q, batch.positions), keys) / q.shape[-1] ** 0.5
         seen = (batch.sequences[:, None] == sequences) & (positions <= batch.positions[:, None])
         if (window := self.windows.get(layer)) is not None:
             seen &= positions > batch.positions[:, None] - window
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        config = self.rotary.config
-        cos, sin = self.rotary.cos[positions, None], self.rotary.sin[positions, None]
+    def rotate(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        rotary = self.tables.get(layer, self.rotary)
+        config = rotary.config
+        cos, sin = rotary.cos[positions, None], rotary.sin[positions, None]
         rotating, rest = x[..., : config.dim], x[..., config.dim :]
         if config.interleaved:
             a, b = rotating[..., 0::2], rotating[..., 1::2]

@@ -24,6 +24,7 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "pad_token_id": 0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
@@ -73,6 +74,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-window": {
         **{**WINDOW, "model_type": "qwen3", "head_dim": 16},
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma3": {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 9},
+    "gemma3-linear": {
+        **{**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 6},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
     },
     "qwen2": {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
     "qwen2-tied-yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_scaling": YARN},

@@ -35,11 +35,17 @@ TENSORS = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 ARCHITECTURES = {
+    "gemma3_text": "gemma3",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+}
+OF_GEMMA3 = TENSORS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -74,9 +80,12 @@ def write_model(
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
-    rotating = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    rope = config.rope_parameters
+    rotating = rope.get("partial_rotary_factor", 1.0)
     writer.add_rope_dimension_count(int(head_dim * rotating))
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     fields = expert_fields(config) | fields
     for key, value in fields.items():
@@ -93,7 +102,9 @@ def write_model(
             tensor = paired_rows(tensor, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             tensor = paired_rows(tensor, config.num_key_value_heads)
-        name = gguf_name(name)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        name = gguf_name(name, OF_GEMMA3 if arch == "gemma3" else TENSORS)
         if arch == "glm4moe":
             name = name.replace(".ffn_norm.", ".post_attention_norm.")
         kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
@@ -156,7 +167,7 @@ def expert_fields(config: Any) -> dict[str, Any]:
     return fields
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, tensors: Mapping[str, str] = MappingProxyType(TENSORS)) -> str:
     if ".mlp.experts." in name:
         _, _, layer, _, _, projection = name.split(".")
         return f"blk.{layer}.ffn_{projection.removesuffix('_proj')}_exps.weight"
@@ -167,7 +178,7 @@ def gguf_name(name: str) -> str:
         return f"{TOP[module]}.{kind}"
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{TENSORS[rest]}.{kind}"
+        return f"blk.{layer}.{tensors[rest]}.{kind}"
     return name
 
 

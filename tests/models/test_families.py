@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import CASES, TINY, build, corrections, oracle_logits
+from safetensors.torch import load_file, save_file
 
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
@@ -38,6 +39,28 @@ def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     expected = sum(weight.numel() for weight in (*oracle.parameters(), *corrections(oracle)))
     assert loaded.model.num_parameters == expected
     assert loaded.model.num_bytes == 4 * expected
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")], ids=str)
+def test_the_text_model_of_gemma3_is_loaded_alone(prefixes: tuple[str, str], tmp_path: Path) -> None:
+    oracle = build("gemma3-linear", tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    for name in ("hidden_activation", "eos_token_id", "tie_word_embeddings"):
+        del text[name]  # as Transformers' defaults are
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [2, 5]}
+    file.write_text(json.dumps(whole))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {f"{prefixes[0]}{name.removeprefix('model.')}": weight for name, weight in weights.items()}
+    weights |= {f"{prefixes[1]}{name}": torch.ones(3) for name in ("vision_tower.x.weight", "multi_modal_projector.y")}
+    save_file(weights, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    assert loaded.config.eos_token_ids == (2, 5)
+    assert load_config(tmp_path, hf_overrides={"sliding_window": 7}).layer_kinds[0].window == 7
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
+    save_file({**weights, "audio_tower.z": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected: audio_tower\.z"):
+        load_model(tmp_path)
 
 
 def test_longrope_uses_the_long_factors_for_long_limits(tmp_path: Path) -> None:

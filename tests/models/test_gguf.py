@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from test_families import sequences
 from shadowkv.models import LoadedModel, load_config, load_model
 
 
-def assert_equal_models(file: Path, directory: Path, max_model_len: int | None = None) -> None:
-    ours = load_model(file, dtype=torch.float32, max_model_len=max_model_len)
+def assert_equal_models(
+    file: Path, directory: Path, max_model_len: int | None = None, overrides: dict[str, Any] | None = None
+) -> None:
+    ours = load_model(file, dtype=torch.float32, max_model_len=max_model_len, hf_overrides=overrides)
     reference = load_model(directory, dtype=torch.float32, max_model_len=max_model_len)
     pairs = zip(packed_logits(ours.model, sequences()), packed_logits(reference.model, sequences()), strict=True)
     for mine, other in pairs:
@@ -27,6 +30,25 @@ def assert_equal_models(file: Path, directory: Path, max_model_len: int | None =
 def test_equals_safetensors(name: str, tmp_path: Path) -> None:
     model = build(name, tmp_path)
     assert_equal_models(write_model(tmp_path / "model.gguf", model), tmp_path)
+
+
+def test_gemma3(tmp_path: Path) -> None:
+    """Its norms have their 1 added already; its pattern of windows and the base of their RoPE are not in the file."""
+    model = build("gemma3", tmp_path, {"query_pre_attn_scalar": 16})
+    assert_equal_models(write_model(tmp_path / "model.gguf", model), tmp_path)
+    model = build("gemma3-linear", tmp_path, {"query_pre_attn_scalar": 16})
+    fields = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 500.0}
+    file = write_model(tmp_path / "linear.gguf", model, **fields)
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    ours, theirs = load_config(file, hf_overrides=kinds), load_config(tmp_path)
+    assert (ours.rope, ours.layer_kinds) == (theirs.rope, theirs.layer_kinds)
+    assert_equal_models(file, tmp_path, overrides=kinds)
+
+
+def test_the_queries_of_gemma3_27b_are_scaled(tmp_path: Path) -> None:
+    model = build("gemma3", tmp_path, {"num_hidden_layers": 62, "query_pre_attn_scalar": 12})
+    file = write_model(tmp_path / "model.gguf", model)
+    assert load_config(file).query_scale == load_config(tmp_path).query_scale == (16 / 12) ** 0.5
 
 
 def test_rope_freqs_of_llama_3_1(tmp_path: Path) -> None:
@@ -67,7 +89,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unexpected: blk\.0\.attn_sinks\.weight"):
         load_model(file)
     model.config.model_type = "gemma"
-    with pytest.raises(ValueError, match="'gemma' is not supported; supported: llama"):
+    with pytest.raises(ValueError, match="'gemma' is not supported; nearest: gemma3; supported: llama"):
         load_model(write_model(tmp_path / "other.gguf", model))
 
 

@@ -122,8 +122,6 @@ VALUES: dict[str, Any] = {
     "max_position_embeddings": 300,
     "original_max_position_embeddings": 33,
     "rms_norm_eps": 1e-4,
-    "hidden_act": "gelu",
-    "mlp_bias": True,
     "tie_word_embeddings": True,
     "eos_token_id": [5, 6],
     "bos_token_id": 7,
@@ -135,7 +133,7 @@ VALUES: dict[str, Any] = {
     "sliding_window": 9,
     "use_sliding_window": False,
     "max_window_layers": 0,
-    "layer_types": ["sliding_attention", "sliding_attention"],
+    "layer_types": ["full_attention", "full_attention"],
     "num_experts": 12,
     "num_local_experts": 12,
     "n_routed_experts": 12,
@@ -153,13 +151,27 @@ VALUES: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
     "num_nextn_predict_layers": 1,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 5e3,
+    "query_pre_attn_scalar": 9,
 }
 """Another value than the tiny models' of every field that some family reads."""
+
+REFUSED = {
+    "hidden_act": "relu",
+    "hidden_activation": "gelu",
+    "mlp_bias": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": True,
+}
+"""Values that no family, or not this one, runs with."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path) -> None:
     config = {**TINY, "model_type": model_type, "sliding_window": 128, "attention_bias": False, "head_dim": 16}
+    config |= {"tie_word_embeddings": False}
     config |= {"use_sliding_window": True, "max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     if "experts" in str(family(model_type).FIELDS):
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
@@ -167,17 +179,17 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
         config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = load_config(tmp_path)
-    for name, value in VALUES.items():
+    for name, value in (VALUES | REFUSED).items():
         overrides = {name: value}
         if name not in (*FIELDS, *family(model_type).FIELDS):
             with pytest.raises(SettingsError, match=f"{model_type} models read no {name}; they read vocab_size, "):
                 load_config(tmp_path, hf_overrides=overrides)
-        elif name in ("hidden_act", "mlp_bias"):
-            with pytest.raises(SettingsError, match=f"{name}.* is not supported"):
+        elif name in REFUSED:
+            with pytest.raises(SettingsError, match=" is not supported"):
                 load_config(tmp_path, hf_overrides=overrides)
         else:
             assert load_config(tmp_path, hf_overrides=overrides) != plain, name
-    assert VALUES.keys() >= {*FIELDS, *family(model_type).FIELDS}
+    assert VALUES.keys() | REFUSED.keys() >= {*FIELDS, *family(model_type).FIELDS}
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "select_by_sketch": nothing_to_find,
     "select_top_chunks": no_chunks_to_choose_from,
     "sign_scores": nothing_to_score,
+    "gelu_mul": lambda ops: returns(ops.gelu_mul(floats(0, 2 * D)), ((0, D), None)),
     "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
     "sketch_keys": no_sketches_to_write,
     "sketch_queries": no_queries_to_sketch,

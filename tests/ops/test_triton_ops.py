@@ -24,6 +24,8 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.apply_rope import triton as rope_triton
     from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
+    from shadowkv.ops.gelu_mul import reference as gelu_mul_reference
+    from shadowkv.ops.gelu_mul import triton as gelu_mul_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
     from shadowkv.ops.merge_attention import triton as merge_triton
     from shadowkv.ops.min_max_scores import reference as min_max_reference
@@ -145,6 +147,12 @@ if ON_GPU or INTERPRETED:
         x, weight = random(5, 8 * 64)[:, 64:192].unflatten(1, (2, 64)), random(64)
         wanted = rms_norm_reference.rms_norm(x, weight, 1e-5)
         torch.testing.assert_close(rms_norm_triton.rms_norm(x, weight, 1e-5), wanted, **TOLERANCE[torch.float32])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_gelu_mul(dtype: torch.dtype) -> None:
+        x = 3 * random(5, 2 * 1536, dtype=dtype)
+        x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -1e4])
+        torch.testing.assert_close(gelu_mul_triton.gelu_mul(x), gelu_mul_reference.gelu_mul(x), **TOLERANCE[dtype])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_silu_mul(dtype: torch.dtype) -> None:

@@ -143,7 +143,8 @@ def storing_bytes(layout: Layout) -> int:
 
 def tables_bytes(layout: Layout) -> int:
     """Device bytes of the tables of cosines and sines, float32, for the positions of the longest sequence."""
-    return 4 * layout.max_model_len * layout.shape.head_dim
+    ropes = {group.rope for group in layout.groups}
+    return 4 * len(ropes) * layout.max_model_len * layout.shape.head_dim
 
 
 def staging_bytes(layout: Layout) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
+    from shadowkv.ops.apply_rope.tables import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -11,9 +15,11 @@ class LayerKind:
 
     Attributes:
         window: newest tokens that a query attends to, its own included; None for all.
+        rope: RoPE of its queries and keys where it is not the model's; only layers with a window have their own.
     """
 
     window: int | None = None
+    rope: RopeConfig | None = None
 
     def __str__(self) -> str:
         return "full attention" if self.window is None else f"a window of {self.window}"

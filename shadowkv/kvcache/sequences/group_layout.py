@@ -115,6 +115,7 @@ class GroupLayout:
     Attributes:
         model_layers: number of all layers of the model.
         window: newest tokens that a step attends to, where it is not all: exact ones in a ring of pages.
+        rope: the group's RoPE where it is not the model's.
         parts: the policy's parts.
         exact_fields, sealed_fields: fields of pages in the device tier.
         excluded_fields: among the sealed ones, ``EXCLUDED`` where the policy has it.
@@ -137,7 +138,7 @@ class GroupLayout:
         name: str = "",
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
-        self.window = kind.window
+        self.window, self.rope = kind.window, kind.rope
         shape = replace(shape, num_layers=len(self.layers), kinds=())
         parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts

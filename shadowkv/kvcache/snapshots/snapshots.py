@@ -153,7 +153,7 @@ class Snapshots:
 def form_of(layout: Layout, rope: RopeConfig) -> str:
     """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, except for how much is
     selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
-    forms = [_form_of_group(group, rope) for group in layout.groups]
+    forms = [_form_of_group(group, group.rope or rope) for group in layout.groups]
     if len(forms) == 1:
         return forms[0]
     of_groups = [(form, group.layers) for form, group in zip(forms, layout.groups, strict=True)]

@@ -48,6 +48,10 @@ def read_header(file: Path, dtypes: Sequence[str] = DTYPES) -> dict[str, tuple[t
 class SafetensorsWeights:
     """The weights of a directory.
 
+    Args:
+        dtypes: those that tensors may have.
+        renamed: from a name in the files to the weight's; None leaves it out.
+
     Attributes:
         shapes, dtypes: of every tensor, from the files' headers.
 
@@ -55,16 +59,19 @@ class SafetensorsWeights:
     for files that cannot be used.
     """
 
-    def __init__(self, directory: Path, dtypes: Sequence[str] = DTYPES) -> None:
-        self._file_of: dict[str, Path] = {}
+    def __init__(
+        self, directory: Path, dtypes: Sequence[str] = DTYPES, renamed: Callable[[str], str | None] = str
+    ) -> None:
+        self._place_of: dict[str, tuple[Path, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         for file in _files(directory):
-            header = read_header(file, dtypes)
+            stored = {(renamed(theirs), theirs): entry for theirs, entry in read_header(file, dtypes).items()}
+            header = {name: entry for (name, _), entry in stored.items() if name is not None}
             twice = sorted(self.shapes.keys() & header.keys())
             if twice:
                 raise ModelFileError(file, f"tensor {twice[0]!r} is in another file of the folder too")
-            self._file_of |= dict.fromkeys(header, file)
+            self._place_of |= {name: (file, theirs) for name, theirs in stored if name is not None}
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             self.dtypes |= {name: dtype for name, (_, dtype) in header.items()}
 
@@ -81,10 +88,10 @@ class SafetensorsWeights:
             files: dict[Path, Any] = {}
 
             def read(name: str) -> Tensor:
-                file = self._file_of[name]
+                file, theirs = self._place_of[name]
                 if file not in files:
                     files[file] = stack.enter_context(open_safetensors(file))
-                tensor: Tensor = files[file].get_tensor(name)
+                tensor: Tensor = files[file].get_tensor(theirs)
                 return tensor
 
             yield read

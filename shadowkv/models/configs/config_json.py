@@ -39,6 +39,9 @@ SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
 """What ``layer_types`` has for every layer."""
 
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+"""Activations of gates by their names, which some have two of."""
+
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 """The objects that describe RoPE: the old name and transformers 5's, which is read first."""
 
@@ -58,6 +61,28 @@ _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_w
 _POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _DIVISORS = ("short_factor", "long_factor")
+
+
+OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
+"""What a config with a ``text_config`` may say beside it of its text model."""
+
+
+def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config in the form that families read: of a model of more than text its ``text_config``, and where RoPE is
+    described by types of layers (transformers 5) that of full attention, with the base of the other one as
+    ``rope_local_base_freq``. Raises ValueError."""
+    if isinstance(text := hf.get("text_config"), dict):
+        whole = {name: hf[name] for name in ("model_type", *OF_THE_WHOLE) if hf.get(name) is not None}
+        hf = {**hf, **text, **whole, "text_config": None}
+    for name in ROPE_OBJECTS:
+        of_types = hf.get(name)
+        if not isinstance(of_types, dict) or not any(isinstance(of_types.get(kind), dict) for kind in LAYER_TYPES):
+            continue
+        full, sliding = (of_types.get(kind) or {} for kind in LAYER_TYPES)
+        if not isinstance(sliding, dict) or (sliding.get("rope_type") or "default") != "default":
+            raise ValueError(f"{name}: {SLIDING} has {_short(sliding)}, and only rope_type='default' is read there")
+        hf = {**hf, name: full, "rope_local_base_freq": sliding.get("rope_theta", hf.get("rope_local_base_freq"))}
+    return hf
 
 
 def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
@@ -82,6 +107,9 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
         check(hf, name, whole(1, most), f"a whole number from 1 to {most}")
     for name in ("sliding_window", "max_window_layers"):
         check(hf, name, whole(0, MAX_POSITIONS), f"a whole number from 0 to {MAX_POSITIONS}")
+    check(hf, "rope_local_base_freq", lambda value: is_number(value, 1), "a number above 1")
+    check(hf, "query_pre_attn_scalar", lambda value: is_number(value, 0), "a positive number")
+    check(hf, "sliding_window_pattern", whole(1, 1024), "a whole number from 1 to 1024")
     for name in _SWITCHES:
         check(hf, name, lambda value: type(value) is bool, "true or false")
     check(hf, "rms_norm_eps", lambda value: is_number(value, 0, 1), "a number above 0, up to 1")
@@ -133,6 +161,8 @@ def build_config(
     window: LayerKind = FULL,
     first_window: int = 0,
     layer_types: Any = None,
+    embedding_scale: float = 1.0,
+    query_scale: float = 1.0,
     **switches: bool,
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
@@ -140,11 +170,12 @@ def build_config(
     ``window`` is the kind of the layers that ``layer_types`` calls sliding, or without such a list of all layers from
     ``first_window`` on.
 
-    Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
+    Raises ValueError naming every field that is missing or out of range, other activations and MLP biases.
     """
     reasons = wrong_fields(hf)
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        reasons.append(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
+    activation = hf.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        reasons.append(f"hidden_act={activation!r} is not supported, only {', '.join(map(repr, ACTIVATIONS))}")
     if hf.get("mlp_bias"):
         reasons.append("mlp_bias is not supported")
     if reasons:
@@ -172,6 +203,9 @@ def build_config(
         rms_norm_eps=float(hf["rms_norm_eps"]),
         max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
         rope=rope,
+        activation=ACTIVATIONS[activation],
+        embedding_scale=embedding_scale,
+        query_scale=query_scale,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         experts=None,  # set by families that have some, as are the layers without
         dense_layers=(),

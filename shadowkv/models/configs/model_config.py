@@ -30,6 +30,10 @@ class ModelConfig:
         dense_layers: numbers of the layers with an MLP, in a model with experts.
         draft_layers: layers behind the last one that files have for drafting tokens, whose weights are not read.
         layer_kinds: the kind of every layer; empty where all of them see everything.
+        activation: of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
+        embedding_scale: factor of the embedding where tokens enter, rounded in the dtype of the weights.
+        query_scale: factor of queries, which the weights of their norm contain as they are loaded; scores are scaled by
+            1/sqrt(head_dim) besides.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
             are stored.
@@ -48,6 +52,9 @@ class ModelConfig:
     rms_norm_eps: float
     max_position: int
     rope: RopeConfig
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -81,28 +88,13 @@ class ModelConfig:
             reasons.append(
                 f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.rope.head_dim != self.head_dim:
-            reasons.append(f"RoPE's head_dim={self.rope.head_dim} is not the model's {self.head_dim}")
-        if not 0 < self.rope.dim <= self.head_dim or self.rope.dim % 2:
-            reasons.append(f"{self.rope.dim} rotating dimensions are not an even part of head_dim={self.head_dim}")
-        if self.rope.theta <= 0:
-            reasons.append(f"rope theta={self.rope.theta} is not a positive number")
-        if self.rope.scaling not in ("none", "longrope") and self.rope.factor <= 0:
-            reasons.append(f"rope scaling factor={self.rope.factor} is not a positive number")
-        if self.rope.scaling in ("llama3", "yarn") and self.rope.original_max_position <= 0:
-            reasons.append(f"rope scaling {self.rope.scaling} needs original_max_position_embeddings")
-        if self.rope.scaling == "longrope" and len(self.rope.factors) != self.rope.dim // 2:
-            reasons.append(f"longrope has {len(self.rope.factors)} factors for {self.rope.dim // 2} frequencies")
+        for rope in dict.fromkeys((self.rope, *(kind.rope for kind in self.layer_kinds if kind.rope is not None))):
+            reasons += _rope_reasons(rope, self.head_dim)
         if self.max_position > MAX_POSITIONS:
             reasons.append(f"max_position={self.max_position} is more than {MAX_POSITIONS}")
-        if self.rope.scaling == "llama3" and not 0 < self.rope.low_freq_factor < self.rope.high_freq_factor:
-            low, high = self.rope.low_freq_factor, self.rope.high_freq_factor
-            reasons.append(f"low_freq_factor={low} is not between 0 and high_freq_factor={high}")
         outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
-        if not reasons and not self.rope.is_finite:
-            reasons.append(f"its RoPE has frequencies that are not finite: {self.rope}")
         if self.experts is not None:
             reasons += _wrong_experts(self.experts, self.hidden_size)
             if (experts := self.num_layers * self.experts.routing.experts) > MAX_EXPERTS:
@@ -159,7 +151,7 @@ class ModelConfig:
                 ["max_model_len", "hf_overrides"],
             )
         longest = max_model_len or config.max_position
-        kinds = tuple(FULL if (kind.window or 0) >= longest else kind for kind in config.layer_kinds)
+        kinds = tuple(kind if kind.rope or (kind.window or 0) < longest else FULL for kind in config.layer_kinds)
         return replace(config, layer_kinds=() if set(kinds) <= {FULL} else kinds)
 
 
@@ -187,4 +179,27 @@ def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
         for name, width in widths.items()
         if width <= 0 or width % EXPERTS_MULTIPLE
     ]
+    return reasons
+
+
+def _rope_reasons(rope: RopeConfig, head_dim: int) -> list[str]:
+    """Why a RoPE is none for heads of ``head_dim``."""
+    reasons = []
+    if rope.head_dim != head_dim:
+        reasons.append(f"RoPE's head_dim={rope.head_dim} is not the model's {head_dim}")
+    if not 0 < rope.dim <= head_dim or rope.dim % 2:
+        reasons.append(f"{rope.dim} rotating dimensions are not an even part of head_dim={head_dim}")
+    if rope.theta <= 0:
+        reasons.append(f"rope theta={rope.theta} is not a positive number")
+    if rope.scaling not in ("none", "longrope") and rope.factor <= 0:
+        reasons.append(f"rope scaling factor={rope.factor} is not a positive number")
+    if rope.scaling in ("llama3", "yarn") and rope.original_max_position <= 0:
+        reasons.append(f"rope scaling {rope.scaling} needs original_max_position_embeddings")
+    if rope.scaling == "longrope" and len(rope.factors) != rope.dim // 2:
+        reasons.append(f"longrope has {len(rope.factors)} factors for {rope.dim // 2} frequencies")
+    if rope.scaling == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        reasons.append(f"low_freq_factor={low} is not between 0 and high_freq_factor={high}")
+    if not reasons and not rope.is_finite:
+        reasons.append(f"its RoPE has frequencies that are not finite: {rope}")
     return reasons

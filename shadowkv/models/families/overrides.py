@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words
-from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS
+from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS, plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import unread_fields
 from shadowkv.models.families.registry import config_from_hf, family
@@ -28,7 +28,7 @@ def overridden_config(
     """
     overrides = overrides or {}
     try:
-        config = config_from_hf(_overridden(hf, overrides), max_model_len)
+        config = config_from_hf(_overridden(plain_config(hf), overrides), max_model_len)
     except ValueError as error:
         if not overrides:
             raise ModelFileError(file, str(error), OTHER_MODEL) from error

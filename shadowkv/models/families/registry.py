@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from shadowkv.models.checkpoints.files import unsupported
+from shadowkv.models.configs.config_json import plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets
 
@@ -21,12 +23,16 @@ FAMILIES = {
     "glm": "glm",
     "glm4": "glm",
     "glm4_moe": "glm4_moe",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
 }
 """model_type -> module of this folder. A new family is one module and one line here."""
 
 
 class Family(Protocol):
     """What a family's module provides.
+
+    A function ``text_weight`` is optional, see there.
 
     Attributes:
         FIELDS: fields of a config.json that it reads besides those of every family.
@@ -52,4 +58,11 @@ def family(model_type: str) -> Family:
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
     """ModelConfig from the content of a config.json; raises ValueError. The user's limits still have to be applied."""
-    return family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)
+    return family(str(hf.get("model_type"))).config_from_hf(plain_config(hf), max_model_len)
+
+
+def text_weight(model_type: str) -> Callable[[str], str | None]:
+    """Where the files of a family name the weights of more than a text model: a function from their names to those of
+    the text model's, None for others'."""
+    renamed: Callable[[str], str | None] = getattr(family(model_type), "text_weight", str)
+    return renamed

@@ -10,11 +10,13 @@ from shadowkv.models.configs.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Target:
-    """Rows ``start`` to ``stop`` of a decoder's parameter."""
+    """Rows ``start`` to ``stop`` of a decoder's parameter: what files have, plus ``offset``, times ``scale``."""
 
     parameter: str
     start: int
     stop: int
+    offset: float = 0.0
+    scale: float = 1.0
 
 
 Targets = dict[str, Target]

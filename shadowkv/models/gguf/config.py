@@ -18,10 +18,13 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "phi3": "phi3",
+    "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
 }
 """GGUF architectures that can be read -> ``model_type``; ``llama`` covers Mistral, Yi and SmolLM2, and with experts
 Mixtral."""
+
+_LAYERS_OF_27B = 62
 
 _FIELDS = {
     "hidden_size": "{arch}.embedding_length",
@@ -35,6 +38,8 @@ _FIELDS = {
     "original_max_position_embeddings": "{arch}.rope.scaling.original_context_length",
     "rope_theta": "{arch}.rope.freq_base",
     "sliding_window": "{arch}.attention.sliding_window",
+    "rope_local_base_freq": "{arch}.rope.freq_base_swa",
+    "final_logit_softcapping": "{arch}.final_logit_softcapping",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "num_experts": "{arch}.expert_count",
     "num_experts_per_tok": "{arch}.expert_used_count",
@@ -80,6 +85,10 @@ def config_from_gguf(
         raise ModelFileError(
             file.path, f"{file.key('{arch}.rope.dimension_count')}={rotating} of {head_dim} dimensions"
         )
+    if file.architecture == "gemma3":  # files do not say it: all have heads of that size but the one of 27B
+        hf["query_pre_attn_scalar"] = head_dim
+        if hf["num_hidden_layers"] == _LAYERS_OF_27B:
+            hf["query_pre_attn_scalar"] = hf["hidden_size"] // hf["num_attention_heads"]
     hf["partial_rotary_factor"] = 1.0 if rotating is None else rotating / head_dim
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)

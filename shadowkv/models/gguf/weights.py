@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError
-from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
@@ -46,6 +46,12 @@ _WEIGHTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 """Those that are no module's ``weight`` or ``bias``: matrices of all experts in one tensor, and a router's vector."""
+_OF_GEMMA3 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Other modules than ``_MODULES`` has."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -72,7 +78,8 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
     """Name and weight, read one at a time, in blocks or as float32; unknown names pass unchanged.
 
-    The shapes must have been checked: rows of ``llama`` files are reordered.
+    The shapes must have been checked: rows of ``llama`` files are reordered. Norms of ``gemma3`` are as in its other
+    files, without the 1 that is added to them.
     """
     for name in file.names:
         if name in _CONFIG_TENSORS:
@@ -82,6 +89,8 @@ def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stor
             stored = _halves_from_pairs(stored, config.num_query_heads)
         elif file.architecture == "llama" and ".attn_k." in name:
             stored = _halves_from_pairs(stored, config.num_kv_heads)
+        elif file.architecture == "gemma3" and name.endswith("norm.weight"):
+            stored = dense(stored) - 1  # these files contain 1 + w
         weight = _hf_name(name, file.architecture)
         yield weight, stored.unsqueeze(0) if isinstance(stored, Tensor) and _is_flat(weight, stored.shape) else stored
 
@@ -98,9 +107,10 @@ def _hf_name(name: str, architecture: str) -> str:
     layer, module, kind = match.groups()
     if (weight := _WEIGHTS.get(f"{module}.{kind}")) is not None:
         return f"model.layers.{layer}.{weight}"
-    if module not in _MODULES:
+    modules = _MODULES | _OF_GEMMA3 if architecture == "gemma3" else _MODULES
+    if module not in modules:
         return name
-    theirs = _MODULES[module]
+    theirs = modules[module]
     if architecture == "phi3" and module == "ffn_up":
         theirs = "mlp.gate_up_proj"
     elif architecture == "glm4moe":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ class QuantisedWeights:
     """The weights of a directory.
 
     Which of them are quantised the files say: what a config lists as not converted is stored as plain numbers.
+    ``renamed`` is as in ``SafetensorsWeights``.
 
     Attributes:
         shapes: of every weight's numbers, by its name in an unquantised checkpoint.
@@ -35,9 +36,9 @@ class QuantisedWeights:
     Raises as ``SafetensorsWeights`` does, and ModelFileError where tensors are missing or do not fit.
     """
 
-    def __init__(self, directory: Path, format: Format) -> None:
+    def __init__(self, directory: Path, format: Format, renamed: Callable[[str], str | None] = str) -> None:
         self._directory, self._format = directory, format
-        self._files = SafetensorsWeights(directory, (*DTYPES, *format.dtypes))
+        self._files = SafetensorsWeights(directory, (*DTYPES, *format.dtypes), renamed)
         modules: dict[str, dict[str, Entry]] = {}
         for name, shape in self._files.shapes.items():
             module, _, last = name.rpartition(".")
