@@ -68,6 +68,13 @@ METHODS = (
         ("kvcache/test_windows.py", "ops/test_window_ops.py", "engine/test_layer_kinds.py"),
     ),
     Method(
+        "sinks (gpt-oss)",
+        ("kvcache/decode/attention.py", "kvcache/prefill/attention.py"),
+        ("add_sinks", "causal_window_attention"),
+        (),
+        ("kvcache/test_sinks.py", "ops/test_window_ops.py", "models/test_gpt_oss_attention.py"),
+    ),
+    Method(
         "sparse prefill",
         ("kvcache/prefill/sparse.py",),
         ("select_blocks", "attend_blocks"),

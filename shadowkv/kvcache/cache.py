@@ -405,27 +405,32 @@ class KVCache:
         else:
             decode.append(at, k, v, batch)
 
-    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
 
         In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
-        outliers | selected | tail], or over everything where dense.
+        outliers | selected | tail], or over everything where dense. ``sinks``, float32 [H_q], are scores of one more
+        position in every softmax, whose value is 0 (``ops/add_sinks``).
         """
-        return self.begin(layer, q, batch)()
+        return self.begin(layer, q, batch, sinks)()
 
-    def begin(self, layer: int, q: Tensor, batch: Batch) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
         if isinstance(batch, MixedBatch):
             count = batch.num_steps
-            step = self.begin(layer, q[:count], batch.step)  # what it fetches crosses the bus while prompts attend
-            prompts = self.begin(layer, q[count:], batch.prompts)
+            # What a step fetches crosses the bus while prompts attend.
+            step = self.begin(layer, q[:count], batch.step, sinks)
+            prompts = self.begin(layer, q[count:], batch.prompts, sinks)
             return lambda: torch.cat((step(), prompts()))
         number, prefill, decode, at = self._halves[layer]
         if number:
             batch = batch.further[number - 1]
         if isinstance(batch, DecodeBatch):
-            return decode.begin(at, q, batch)
-        out = prefill.attend(at, q, batch) if isinstance(batch, PrefillBlock) else prefill.attend_exact(at, q, batch)
+            return decode.begin(at, q, batch, sinks)
+        if isinstance(batch, PrefillBlock):
+            out = prefill.attend(at, q, batch, sinks)
+        else:
+            out = prefill.attend_exact(at, q, batch, sinks)
         return lambda: out
 
 
@@ -458,9 +463,9 @@ class FanOut:
         """Takes a block's keys and values."""
         self.caches[0].append(layer, k, v, batch)
 
-    def begin(self, layer: int, q: Tensor, batch: PrefillBlock) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: PrefillBlock, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Begins a block's attention."""
-        return self.caches[0].begin(layer, q, batch)
+        return self.caches[0].begin(layer, q, batch, sinks)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores a layer in every cache."""

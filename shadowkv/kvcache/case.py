@@ -55,6 +55,8 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         pages = spec.sealed_pages(layout.max_model_len)
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
+    if shape.sinks:
+        ops |= {"add_sinks", "block_attention"}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.norm import RMSNorm
@@ -14,13 +15,14 @@ from shadowkv.layers.spec import LayerSpec, projection
 class Cache(Protocol):
     """What the attention layer needs from a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
 
-    Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d).
+    Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d). ``sinks``, float32 [Hq],
+    are scores of one more position in every softmax, whose value is 0.
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
         """Takes the keys and values, each [T, H, d], of the batch's tokens."""
 
-    def begin(self, layer: int, q: Tensor, batch: Any) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Begins causal attention of the queries [T, Hq, d] over their sequences, their own tokens included.
 
         The returned function finishes it -> [T, Hq, d]. Other work may be launched first: a cache may await the host.
@@ -33,6 +35,7 @@ class Attention(nn.Module):
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    sinks: nn.Parameter | None
 
     def __init__(self, spec: LayerSpec, layer: int) -> None:
         super().__init__()
@@ -51,6 +54,10 @@ class Attention(nn.Module):
             )
         else:
             self.query_norm = self.key_norm = None
+        self.sinks = None
+        if spec.sinks:
+            empty = torch.empty(shape.num_query_heads, dtype=torch.float32, device=spec.device)
+            self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def begin(self, x: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
         """Appends and attends with one projection: normalised hidden states [T, D] -> a function that returns [T, D].
@@ -79,7 +86,7 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (self.num_query_heads, self.head_dim))
         if self.query_norm is not None:
             q = self.query_norm(q)
-        attended = cache.begin(self.layer, q, batch)
+        attended = cache.begin(self.layer, q, batch, self.sinks)
         return lambda: self.group.sum(self.out(_of(attended().flatten(-2), wanted)))
 
 

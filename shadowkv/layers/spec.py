@@ -80,6 +80,7 @@ class LayerSpec:
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before RoPE.
+        sinks: every softmax has one more position, with a learned score for each head and a value of 0 (gpt-oss).
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
         runs: of the rows of weights that stay quantised as files store them, by name within the layer.
@@ -97,6 +98,7 @@ class LayerSpec:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+    sinks: bool
     post_norms: bool
     quantization: str | None
     runs: Mapping[str, tuple[Run, ...]]

@@ -219,6 +219,8 @@ class Shard:
             return Cut((self.vocabulary,))
         if module == "attention.qkv":
             return Cut((queries, _moved(keys, q), _moved(keys, q + kv)))
+        if name == "attention.sinks":
+            return Cut((self.query_heads,))
         if module == "mlp.gate_up":
             return Cut((self.inner, _moved(self.inner, whole.intermediate_size)))
         if module in ("attention.out", "mlp.down"):

@@ -15,6 +15,7 @@ from shadowkv.ops.extension import Unbuilt
 
 NAMES = (
     "add_rms_norm",
+    "add_sinks",
     "append_block",
     "append_tokens",
     "apply_rope",

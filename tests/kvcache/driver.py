@@ -25,6 +25,8 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
 ROPE = RopeConfig(head_dim=16, theta=10000.0)
 YARN = replace(ROPE, scaling="yarn", factor=4.0, original_max_position=512)  # its cos and sin are not of length 1
+SINKS: Tensor | None = None
+"""Scores [H_q] of one more position in every softmax, whose value is 0."""
 MAX_LEN = 4096
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,7 +125,7 @@ def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) ->
     for layer in range(SHAPE.num_layers):
         for b in blocks:
             cache.append(layer, k[layer, b.start : b.stop], v[layer, b.start : b.stop], b)
-        outs.append(torch.cat([cache.attend(layer, q[layer, b.start : b.stop], b) for b in blocks]))
+        outs.append(torch.cat([cache.attend(layer, q[layer, b.start : b.stop], b, SINKS) for b in blocks]))
         cache.finish_prefill(layer, batch)
     cache.end_prefill(batch)
     start = 0
@@ -140,7 +142,7 @@ def decode(cache: KVCache, streams: list[Stream]) -> None:
     for layer in range(SHAPE.num_layers):
         q, k, v = (torch.stack([getattr(s, name)[layer, s.length] for s in streams]) for name in ("q", "k", "v"))
         cache.append(layer, k, v, batch)
-        outs.append(cache.attend(layer, q, batch))
+        outs.append(cache.attend(layer, q, batch, SINKS))
     cache.end_decode(plan)
     for row, stream in enumerate(streams):
         stream.outputs.append(torch.stack([o[row] for o in outs]).unsqueeze(0))
@@ -168,5 +170,7 @@ def plain_attention(stream: Stream, rope: RopeConfig | None = None) -> Tensor:
         if SHAPE.kinds and (window := SHAPE.kinds[layer].window) is not None:
             unseen |= torch.ones_like(unseen).tril(-window)
         scores = scores.masked_fill(unseen, float("-inf"))
-        result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        if SINKS is not None:
+            scores = torch.cat((scores, SINKS[:, None, None].expand(-1, n, 1)), -1)
+        result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], v))
     return torch.stack(result, dim=1)

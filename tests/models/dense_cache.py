@@ -46,10 +46,10 @@ class DenseCache:
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
         self.kept.setdefault(layer, []).append((self.rotate(layer, k, batch.positions), v, batch))
 
-    def begin(self, layer: int, q: Tensor, batch: DenseBatch) -> Callable[[], Tensor]:
-        return lambda: self.attend(layer, q, batch)
+    def begin(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        return lambda: self.attend(layer, q, batch, sinks)
 
-    def attend(self, layer: int, q: Tensor, batch: DenseBatch) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Tensor:
         keys = torch.cat([k for k, _, _ in self.kept[layer]])
         values = torch.cat([v for _, v, _ in self.kept[layer]])
         sequences = torch.cat([b.sequences for _, _, b in self.kept[layer]])
@@ -60,7 +60,10 @@ class DenseCache:
         seen = (batch.sequences[:, None] == sequences) & (positions <= batch.positions[:, None])
         if (window := self.windows.get(layer)) is not None:
             seen &= positions > batch.positions[:, None] - window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype)
 
     def rotate(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:

@@ -254,6 +254,11 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "select_by_sketch": nothing_to_find,
     "select_top_chunks": no_chunks_to_choose_from,
     "sign_scores": nothing_to_score,
+    "add_sinks": lambda ops: returns(
+        ops.add_sinks(floats(0, 4, D), floats(0, 4, dtype=torch.float32), floats(4, dtype=torch.float32)),
+        ((0, 4, D), None),
+        ((0, 4), None),
+    ),
     "gelu_mul": lambda ops: returns(ops.gelu_mul(floats(0, 2 * D)), ((0, D), None)),
     "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
     "sketch_keys": no_sketches_to_write,

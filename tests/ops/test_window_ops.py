@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.causal_window_attention import reference as causal
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
 
@@ -27,6 +28,22 @@ def test_each_query_sees_the_newest_tokens_up_to_its_own(
     for row in range(new):
         seen = slice(max(0, tokens - new + row - window + 1), tokens - new + row + 1)
         torch.testing.assert_close(got[row], plain(q[row], k[seen], v[seen])[0], atol=1e-5, rtol=1e-4)
+    sinks = torch.tensor([-50.0, -2.0, 0.0, 1.0, 3.0, 50.0])
+    got = causal.causal_window_attention(q, k, v, window, sinks)
+    for row in range(new):
+        seen = slice(max(0, tokens - new + row - window + 1), tokens - new + row + 1)
+        wanted, _ = add_sinks(*plain(q[row], k[seen], v[seen]), sinks)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_sink_is_a_position_without_a_value(seed: str) -> None:
+    q, k, v, sinks = torch.randn(6, 16), torch.randn(40, 6, 16), torch.randn(40, 6, 16), 3 * torch.randn(6)
+    out, lse = add_sinks(*plain(q, k, v), sinks)
+    scores = torch.cat((torch.einsum("hd,mhd->hm", q, k) / 4, sinks[:, None]), 1)
+    torch.testing.assert_close(out, torch.einsum("hm,mhd->hd", scores.softmax(-1)[:, :-1], v), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-4)
+    out, lse = add_sinks(torch.zeros(6, 16), torch.full((6,), float("-inf")), sinks)  # no tokens
+    assert not out.any() and torch.equal(lse, sinks)
 
 
 def test_pages_are_read_from_their_first_valid_token_to_their_last(seed: str) -> None:

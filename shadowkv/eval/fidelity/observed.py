@@ -64,14 +64,14 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def begin(self, layer: int, q: Tensor, batch: Batch) -> Callable[[], Tensor]:
+    def begin(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """As usual."""
         if not isinstance(batch, DecodeBatch):
-            return super().begin(layer, q, batch)
+            return super().begin(layer, q, batch, sinks)
         if batch.of_sequence is not None:
             raise ValueError("what a sequence of several segments selects cannot be shown; take longer prompts")
         self.batch, self._selected, self.selection_hook = batch, [], self._keep
-        finish = super().begin(layer, q, batch)
+        finish = super().begin(layer, q, batch, sinks)
         selected = None
         if self._selected:
             of_compressed = torch.cat(self._selected)

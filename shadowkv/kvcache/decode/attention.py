@@ -86,25 +86,26 @@ class Decode:
         rope_q: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
         return rope_q
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
-        """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it."""
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it. ``sinks``, float32
+        [H_q], join the exact tokens, so that each merge has them once."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
         if batch.sealed is not None and self.fetching is not None:
-            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
-        out = self._attend(layer, q, batch)
+            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching, sinks)
+        out = self._attend(layer, q, batch, sinks)
         return lambda: out
 
     def _select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         selected = self.parts.index.select(self.store, layer, q, batch)
         return selected if self.hook is None else self.hook(self.store.layout.layers[layer], q, batch, selected)
 
-    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> Tensor:
         if batch.sealed is None:
-            return self._attend_exact(layer, q, batch)[0]
+            return self._attend_exact(layer, q, batch, sinks)[0]
         exact = self.side_stream.start(
-            lambda: self._attend_exact(layer, q, batch)
+            lambda: self._attend_exact(layer, q, batch, sinks)
         )  # little work, while chunks are searched
         sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
         return self._merge(exact(), sealed, batch)
@@ -119,12 +120,14 @@ class Decode:
         pages = self.store.k[layer], self.store.v[layer]
         self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
 
-    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         pages = self.store.k[layer], self.store.v[layer], batch.pages
         if batch.starts is None:
             out, lse = self.ops.paged_attention(q, *pages, batch.counts)
         else:
             out, lse = self.ops.paged_window_attention(q, *pages, batch.starts, batch.counts)
+        if sinks is not None:
+            out, lse = self.ops.add_sinks(out, lse, sinks)
         return out, lse
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
@@ -153,7 +156,13 @@ class Decode:
         return out
 
     def _begin_fetched(
-        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
+        self,
+        layer: int,
+        q: Tensor,
+        batch: DecodeBatch,
+        sealed: SealedBatch,
+        fetching: Fetching,
+        sinks: Tensor | None,
     ) -> Callable[[], Tensor]:
         """In portions of the rows: values of one cross the bus while others are scored or attended to."""
         queries, started = batch.of_sealed(q), []
@@ -162,7 +171,7 @@ class Decode:
             selected = self._select(layer, queries[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact = self._attend_exact(layer, q, batch)  # while the bus is busy
+        exact = self._attend_exact(layer, q, batch, sinks)  # while the bus is busy
 
         def finish() -> Tensor:
             parts = []

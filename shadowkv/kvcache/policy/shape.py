@@ -40,6 +40,7 @@ class ModelShape:
         kinds: the kind of every layer; empty where all of them see everything.
         key_bias: whether a bias is added to keys before RoPE, as in Qwen2: it may be far larger than what differs
             between them.
+        sinks: whether every softmax has one more position, of learned scores, whose value is 0.
     """
 
     num_layers: int
@@ -48,6 +49,7 @@ class ModelShape:
     head_dim: int
     kinds: tuple[LayerKind, ...] = ()
     key_bias: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.kinds and len(self.kinds) != self.num_layers:

@@ -67,9 +67,9 @@ class Prefill:
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
 
-    def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
+    def attend(self, layer: int, q: Tensor, block: PrefillBlock, sinks: Tensor | None = None) -> Tensor:
         """Attention [n, H_q, d] of a block of tokens, once every block of the layer has been appended; the
-        last block comes last.
+        last block comes last. ``sinks`` are float32 [H_q].
 
         Its attention runs while the layer is stored: by then all queries that an index learns from are
         known.
@@ -80,7 +80,7 @@ class Prefill:
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
         out = [
-            self._attend_runs(layer, q[runs[0].start - block.start : runs[-1].stop - block.start], batch, runs)
+            self._attend_runs(layer, q[runs[0].start - block.start : runs[-1].stop - block.start], batch, runs, sinks)
             for runs in batch.attending_together(block, self._shared)
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -92,12 +92,11 @@ class Prefill:
         self.ops.append_tokens(k, v, prompt.positions, self.store.rotary, *pages, *where)
         prompt.keys, prompt.values = k, v
 
-    def attend_exact(self, layer: int, q: Tensor, prompt: ExactPrompt) -> Tensor:
+    def attend_exact(self, layer: int, q: Tensor, prompt: ExactPrompt, sinks: Tensor | None = None) -> Tensor:
         """Attention [T, H_q, d] of that prompt's queries before RoPE, whose layer has been appended."""
         assert prompt.keys is not None and prompt.values is not None, "the layer has not been appended"
         q, k = (self.ops.apply_rope(x, prompt.positions, self.store.rotary) for x in (q, prompt.keys))
-        attended: Tensor = self.ops.causal_attention(q, k, prompt.values.contiguous())
-        return attended
+        return self._attend_causally(q, k, prompt.values.contiguous(), sinks)
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
@@ -160,38 +159,59 @@ class Prefill:
             return None
         return tuple(segment.names for segment in batch.plan_of(new).cached) or None
 
-    def _attend_runs(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+    def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
+        if sinks is None:
+            attended: Tensor = self.ops.causal_attention(q, k, v)
+            return attended
+        part = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
+        attended, _ = self.ops.add_sinks(*part, sinks)
+        return attended
+
+    def _attend_packed(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, sinks: Tensor | None) -> Tensor:
+        """Attention of new sequences, which are whole."""
+        rows = slice(run.start, run.stop)
+        keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
+        if sinks is None and (self.layout.window is None or run.longest <= self.layout.window):
+            attended: Tensor = self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+            return attended
+        bounds = pairwise(cast(Tensor, run.cu_seqlens).tolist())
+        window, parts = self.layout.window, []
+        for each in (slice(*ends) for ends in bounds):
+            if window is None:
+                parts.append(self._attend_causally(q[each], keys[each], values[each], sinks))
+            else:
+                parts.append(self.ops.causal_window_attention(q[each], keys[each], values[each], window, sinks))
+        return torch.cat(parts)
+
+    def _attend_runs(
+        self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...], sinks: Tensor | None
+    ) -> Tensor:
+        if runs[0].alone is None:
+            return self._attend_packed(layer, q, batch, runs[0], sinks)
         if self.layout.window is not None:
             (run,) = runs
-            return self._attend_window(layer, q, batch, run, self.layout.window)
+            return self._attend_window(layer, q, batch, run, self.layout.window, sinks)
         if len(runs) > 1:
-            return self._attend_cached(layer, q, batch, runs)
+            return self._attend_cached(layer, q, batch, runs, sinks)
         (run,) = runs
-        new, rows = run.alone, slice(run.start, run.stop)
-        if new is None:
-            keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-            return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+        new = cast(NewTokens, run.alone)
         sparse = self._sparse(new, run.stop)
         if new.cached and sparse is None:
-            return self._attend_cached(layer, q, batch, runs)
+            return self._attend_cached(layer, q, batch, runs, sinks)
         cached = batch.plan_of(new).cached if new.cached else ()
         sealed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
         k, v = self._behind_exact_tail(layer, batch, new, run.stop, sealed)
         if sparse is None:
-            return self.ops.causal_attention(q, k, v)
+            return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:sealed], v[:sealed])
         return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop)
 
-    def _attend_window(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, window: int) -> Tensor:
-        """Attention of a run within the window."""
-        new, rows = run.alone, slice(run.start, run.stop)
-        if new is None:
-            keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-            if run.longest <= window:
-                return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
-            bounds = pairwise(cast(Tensor, run.cu_seqlens).tolist())
-            attend = self.ops.causal_window_attention
-            return torch.cat([attend(q[a:b], keys[a:b], values[a:b], window) for a, b in bounds])
+    def _attend_window(
+        self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, window: int, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of a run of one sequence within the window."""
+        new = cast(NewTokens, run.alone)
         before = run.start - new.start  # new tokens of the sequence that come before
         if before >= window or not new.cached:
             rows = slice(max(new.start, run.start - window), run.stop)
@@ -200,20 +220,25 @@ class Prefill:
             k, v = self._behind_exact_tail(layer, batch, new, run.stop)
         seen = len(q) + window
         if len(k) <= window:
-            return self.ops.causal_attention(q, k, v)
-        return self.ops.causal_window_attention(q, k[-seen:], v[-seen:], window)
+            return self._attend_causally(q, k, v, sinks)
+        attended: Tensor = self.ops.causal_window_attention(q, k[-seen:], v[-seen:], window, sinks)
+        return attended
 
-    def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+    def _attend_cached(
+        self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...], sinks: Tensor | None
+    ) -> Tensor:
         """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
-        together to what is rebuilt for them once."""
+        together to what is rebuilt for them once. The sinks join their own."""
         cached = batch.plan_of(cast(NewTokens, runs[0].alone)).cached
         own = []
         for run in runs:
             k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, run.alone), run.stop)
             queries = q[run.start - runs[0].start : run.stop - runs[0].start]
             if not cached:
-                return self.ops.causal_attention(queries, k, v)
+                return self._attend_causally(queries, k, v, sinks)
             own.append(self.ops.block_attention(queries, k.transpose(0, 1), v.transpose(0, 1), causal=True))
+        if sinks is not None:
+            own = [self.ops.add_sinks(*part, sinks) for part in own]
         merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
         for segment in cached:
             for k, v in self.storing.rebuilt.spans(layer, segment):

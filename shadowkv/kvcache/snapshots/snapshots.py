@@ -173,8 +173,12 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
             for name, value in {**asdict(spec), **decided}.items()
             if LATER.get(name) != value
         },
-        # What key_bias decides is in the policy.
-        "shape": {name: value for name, value in asdict(layout.shape).items() if value != () and name != "key_bias"},
+        # What key_bias decides is in the policy, and sinks are in no page.
+        "shape": {
+            name: value
+            for name, value in asdict(layout.shape).items()
+            if value != () and name not in ("key_bias", "sinks")
+        },
         "rope": asdict(rope),
         "dtype": str(layout.dtype),
         "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),

@@ -34,7 +34,7 @@ class ModelConfig:
         embedding_scale: factor of the embedding where tokens enter, rounded in the dtype of the weights.
         query_scale: factor of queries, which the weights of their norm contain as they are loaded; scores are scaled by
             1/sqrt(head_dim) besides.
-        qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
+        qkv_bias, attention_out_bias, qk_norm, sinks, post_norms: switches of the layers (see ``LayerSpec``).
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
@@ -59,6 +59,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     post_norms: bool = False
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
@@ -129,7 +130,7 @@ class ModelConfig:
     def shape(self) -> ModelShape:
         """What a cache has to know about the model."""
         heads = self.num_query_heads, self.num_kv_heads
-        return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias)
+        return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias, self.sinks)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
         """The config for sequences of up to ``max_model_len``, or ``max_position``: windows as long as that hide

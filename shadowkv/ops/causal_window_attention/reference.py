@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-QUERIES_AT_ONCE = 1024
-"""Queries that attend at a time: their keys are few more than a window has."""
+QUERIES_AT_ONCE = 256
+"""Queries that attend at a time: their keys are few more than a window has. On one core, 2,048 queries with a window
+of 512 took half as long as with 1,024 at a time, with one of 4,096 as long."""
 
 
-def causal_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def causal_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
     """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each over the newest
-    ``window`` positions up to its own."""
+    ``window`` positions up to its own.
+
+    ``sinks``, float32 [H_q], are scores of one more position in every softmax, whose value is 0.
+    """
     n, m = q.shape[0], k.shape[0]
     out = torch.empty_like(q)
     for start in range(0, n, QUERIES_AT_ONCE):
@@ -21,6 +25,11 @@ def causal_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
         mask = torch.ones(stop - start, last - first, dtype=torch.bool, device=q.device)
         mask = mask.tril(m - n + start - first).triu(m - n + start - first - window + 1)
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[start:stop], k[first:last], v[first:last]))
+        if sinks is not None:  # a key of zeros, to whose score of 0 the mask adds the sink
+            seen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+            column = sinks.to(q.dtype)[:, None, None].expand(-1, len(seen), 1)
+            mask = torch.cat((seen.expand(len(sinks), -1, -1), column), -1)
+            keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
         some = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         out[start:stop] = some.squeeze(0).transpose(0, 1)
     return out
