@@ -199,6 +199,8 @@ def write_vocabulary(
     merges: list[str] | None = None,
     scores: list[float] | None = None,
     types: list[int] | None = None,
+    template: str | None = None,
+    space_prefix: bool = True,
 ) -> None:
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -209,6 +211,9 @@ def write_vocabulary(
         writer.add_token_merges(merges)
     if scores is not None:
         writer.add_token_scores(scores)
+    if template is not None:
+        writer.add_chat_template(template)
+    writer.add_add_space_prefix(space_prefix)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)

@@ -141,6 +141,48 @@ def test_sentencepiece_equals_transformers(text: str, arch: str, tmp_path: Path)
     assert ours.stream().push(ids) == ours.decode(ids)
 
 
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for message in rest %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') + message['content'] | trim }}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+
+def test_gemma(tmp_path: Path) -> None:
+    """Runs of spaces and of line ends are tokens of their own, no space is put first, and its template is applied."""
+    own = ["<start_of_turn>", "<end_of_turn>", "\n", "\n\n", "  ", "   "]
+    words = ["▁the", "the", "th", "he", "▁t", "user", "us", "er", "mo", "del", "model", "de", "▁", *"thebusrmodl"]
+    tokens = ["<unk>", "<bos>", "<eos>", *own, *dict.fromkeys(words)]
+    types = [2, 3, 3, 3, 3, 4, 4, 4, 4, *[1] * (len(tokens) - 9)]
+    scores = [0.0] * 9 + [-float(index) for index in range(len(tokens) - 9)]
+    options = {"scores": scores, "types": types, "template": GEMMA_TEMPLATE, "space_prefix": False}
+    tokenizer = tokenizer_from_gguf(
+        GGUFFile(write_tokenizer(tmp_path / "g.gguf", "gemma3", "llama", tokens, **options))
+    )
+
+    def ids(*texts: str) -> list[int]:
+        return [tokens.index(text) for text in texts]
+
+    for text, wanted in (
+        ("the the", ids("the", "▁the")),
+        ("  the   the", ids("  ", "the", "   ", "the")),
+        ("the\n\n\nthe\n", ids("the", "\n\n", "\n", "the", "\n")),
+        (" the", ids("▁the")),
+    ):
+        assert tokenizer.encode(text) == [1, *wanted]
+        assert tokenizer.decode(wanted) == text
+    chat = [{"role": "system", "content": "the"}, {"role": "user", "content": "the the"}]
+    begin, end, line = "<start_of_turn>", "<end_of_turn>", "\n"
+    asked = ids(begin, "user", line, "the", "\n\n", "the", "▁the", end, line, begin, "model", line)
+    assert tokenizer.encode_chat(chat) == [1, *asked]
+    with pytest.raises(ValueError, match="roles must alternate"):
+        tokenizer.encode_chat([chat[1], chat[1]])
+
+
 @pytest.mark.parametrize(("pre", "adds_bos"), [("llama-bpe", True), ("qwen2", False), ("gpt-2", False)])
 def test_byte_level_kinds_equal_transformers(pre: str, adds_bos: bool, tmp_path: Path) -> None:
     merges = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ċ Ċ", "Ġ Ġ", "i n", "' s"]
