@@ -60,7 +60,7 @@ NAMES = (
 PREFERENCE = {
     "cuda": (
         *("cuda_sm90", "cuda_sm90_flash", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
-        *("cuda_selected_sm90", "cuda_selected", "triton", "triton_selected", "reference"),
+        *("cuda_selected_sm90", "cuda_selected", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),
 }

@@ -296,6 +296,7 @@ from plain_formulas import assert_close
 import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 import test_quantised_blocks as quantised
+from shadowkv.ops.dequantise_rows.cpu import FORMATS
 from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)
@@ -309,7 +310,7 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()
-for form in quantised.BLOCKS:
+for form in FORMATS:
     quantised.test_any_bytes_are_what_ggml_makes_of_them(0, Ops(), form)
     quantised.assert_products(Ops(), form, 67, 768, 6)
 """

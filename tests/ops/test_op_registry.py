@@ -10,7 +10,6 @@ import torch
 
 import shadowkv.ops
 from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
@@ -84,8 +83,9 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
-    # Nor does it call the others: on a GPU no weight stays in blocks, and steps are graphs.
-    assert slow == {*QuantisedMatrix.calls, *FusedLayers.calls, *windows}
+    # Nor does it call the others: its weights are plain, and steps are graphs.
+    assert slow == {"dequantise_rows", *FusedLayers.calls, *windows}
+    assert ops.backends["quantised_matmul"] == "humming"
     assert ops.backends["grouped_matmul"] == "cuda"
     assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}

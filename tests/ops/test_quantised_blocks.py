@@ -12,7 +12,7 @@ from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.registry import Ops
 
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 numbers of a block begin."""
 
 needs_extension = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")

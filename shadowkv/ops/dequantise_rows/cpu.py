@@ -7,14 +7,22 @@ from torch import Tensor
 
 from shadowkv.ops.extension import cpu_missing as missing
 from shadowkv.ops.quantised.blocks import BlockForm
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
-__all__ = ["dequantise_rows", "missing"]
+__all__ = ["FORMATS", "dequantise_rows", "in_blocks", "missing"]
+
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+"""Those of ``csrc/cpu/quantised_matmul/quantised_matmul.h``."""
+
+
+def in_blocks(form: Form) -> bool:
+    """Whether rows are in one of ``FORMATS``."""
+    return isinstance(form, BlockForm) and form.name in FORMATS
 
 
 def dequantise_rows(rows: QuantisedRows) -> Tensor:
     """Same as the reference, to the last bit."""
-    if not isinstance(rows.form, BlockForm):
+    if not in_blocks(rows.form):
         return rows.form.unpack(rows.tensors)
     (blocks,) = rows.tensors
     numbers: Tensor = torch.ops.shadowkv.dequantise_blocks(blocks, rows.form.name)

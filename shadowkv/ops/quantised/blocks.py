@@ -18,13 +18,13 @@ class BlockForm:
         name: of ggml's type.
         values: numbers per block.
         bytes: bytes per block.
-        unpack_blocks: blocks, uint8 [n, bytes] -> float32 [n, values], bitwise equal to ggml's results.
+        bits: of a code.
     """
 
     name: str
     values: int
     bytes: int
-    unpack_blocks: Callable[[Tensor], Tensor]
+    bits: int
 
     def layout(self, columns: int) -> tuple[tuple[int, torch.dtype], ...]:
         """As ``Form.layout``."""
@@ -40,9 +40,13 @@ class BlockForm:
         return blocks.shape[1] // self.bytes * self.values
 
     def unpack(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """As ``Form.unpack``."""
-        (blocks,), columns = tensors, self.columns(tensors)
-        return self.unpack_blocks(blocks.reshape(-1, self.bytes)).reshape(len(blocks), columns)
+        """As ``Form.unpack``, bitwise equal to ggml's results."""
+        columns = self.columns(tensors)
+        codes, scales, minima = affine_parts(self, tensors[0])
+        if minima is None:
+            codes = codes.to(torch.int16) - (1 << self.bits - 1)
+        numbers = codes.float().view(*scales.shape, -1) * scales.unsqueeze(2)
+        return (numbers if minima is None else numbers + minima.unsqueeze(2)).reshape(-1, columns)
 
     def cut_form(self, columns: int, start: int, stop: int) -> BlockForm | None:
         """As ``Form.cut_form``: whole blocks can be cut out."""
@@ -54,34 +58,75 @@ class BlockForm:
         return (blocks[:, start // self.values * self.bytes : stop // self.values * self.bytes],)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0, 1)
+def affine_parts(form: BlockForm, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes of rows in blocks, and what these are multiplied with.
+
+    Args:
+        blocks: uint8 [N, B].
+
+    Returns:
+        Codes, uint8 [N, K], whose zero is their middle where there are no minima; scales, float32 [N, G]; minima,
+        float32 [N, G], which are added to code · scale, or None.
+    """
+    codes, scales, minima = _PARTS[form.name](blocks.reshape(-1, form.bytes))
+    rows = len(blocks)
+    return codes.view(rows, -1), scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _halves(blocks, 0, 1)
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Of blocks [n]: codes, uint8 [n, values]; scales and minima, float32 [n, groups]."""
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _halves(blocks, 0, 1) + _halves(blocks, 2, 1)
+def _q8_0(blocks: Tensor) -> _Parts:
+    return blocks[:, 2:] ^ 128, _halves(blocks, 0, 1), None
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
-    # Scales and minima of 8 runs in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave free.
-    low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
-    steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
-    codes = _nibbles(blocks[:, 16:].reshape(-1, 32)).view(-1, 8, 32).float()
-    return (codes * steps[:, 0, :, None] - steps[:, 1, :, None]).flatten(1)
+def _q4_0(blocks: Tensor) -> _Parts:
+    return _nibbles(blocks[:, 2:]), _halves(blocks, 0, 1), None
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q4_1(blocks: Tensor) -> _Parts:
+    return _nibbles(blocks[:, 4:]), _halves(blocks, 0, 1), _halves(blocks, 2, 1)
+
+
+def _q4_k(blocks: Tensor) -> _Parts:
+    scales, minima = _of_runs(blocks)
+    return _nibbles(blocks[:, 16:].reshape(-1, 32)).view(-1, 256), scales, minima
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    scales, minima = _of_runs(blocks)
+    low = _nibbles(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = blocks[:, None, 16:48] >> shifts[:, None] & 1
+    return (low | high << 4).view(-1, 256), scales, minima
+
+
+def _q6_k(blocks: Tensor) -> _Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts[:, None] & 3
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208, 1)
-    codes = (low | high << 4).view(-1, 16, 16).float() - 32
-    return (codes * scales[:, :, None]).flatten(1)
+    return (low | high << 4).view(-1, 256), scales, None
+
+
+_PARTS: dict[str, Callable[[Tensor], _Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+
+
+def _of_runs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of 8 runs of 32 numbers and their minima, float32 [n, 8] each."""
+    units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
+    # Scales and minima of 8 runs in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave free.
+    low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
+    steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
+    return steps[:, 0], -steps[:, 1]
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -96,11 +141,12 @@ def _halves(blocks: Tensor, start: int, count: int) -> Tensor:
 BLOCKS = {
     form.name: form
     for form in (
-        BlockForm("Q4_0", 32, 18, _q4_0),
-        BlockForm("Q4_1", 32, 20, _q4_1),
-        BlockForm("Q8_0", 32, 34, _q8_0),
-        BlockForm("Q4_K", 256, 144, _q4_k),
-        BlockForm("Q6_K", 256, 210, _q6_k),
+        BlockForm("Q4_0", 32, 18, 4),
+        BlockForm("Q4_1", 32, 20, 4),
+        BlockForm("Q8_0", 32, 34, 8),
+        BlockForm("Q4_K", 256, 144, 4),
+        BlockForm("Q5_K", 256, 176, 5),
+        BlockForm("Q6_K", 256, 210, 6),
     )
 }
 """By the names of ggml's types."""

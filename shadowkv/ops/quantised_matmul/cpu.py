@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.dequantise_rows.cpu import dequantise_rows
+from shadowkv.ops.dequantise_rows.cpu import dequantise_rows, in_blocks
 from shadowkv.ops.extension import cpu_missing as missing
-from shadowkv.ops.quantised.blocks import BlockForm
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
@@ -24,7 +23,7 @@ MOST_FUSED_OTHERS = 96
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
     """Same as the reference; of few tokens and blocks in float32, with weights that are never rounded."""
-    if isinstance(weight.form, BlockForm) and len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
+    if in_blocks(weight.form) and len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)
         return product.to(x.dtype)

@@ -1,0 +1,226 @@
+"""Products with rows of quantised numbers on a GPU, by the kernels of github.com/vllm-project/humming, which are
+compiled here for every shape, with NVRTC, and kept in ``~/.humming/cache``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from shadowkv.installation import adding
+from shadowkv.ops.case import unless
+from shadowkv.ops.extension import dotted, gpu_missing, torch_version
+from shadowkv.ops.quantised.codings import Coding, code, coding
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
+
+LEAST_CAPABILITY = (8, 0)
+"""Of tensor cores with bfloat16."""
+
+OLDEST_TORCH = (2, 11)
+"""Whose stable interface the library's own extension was built for."""
+
+ROWS, COLUMNS = 128, 128
+"""Rows and columns are padded to multiples of these, as they are stored: tiles of the kernels are such, or smaller."""
+
+MULTIPLE = 8
+"""K and N must be multiples of this: 16 bytes of activations."""
+
+BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
+"""Most tokens that kernels are tuned for, one for each of these, and one for more. The library knows about forty, which
+differ in their tiles of tokens; each takes seconds to compile."""
+
+MANY = 4096
+"""Tokens that the last kernel is tuned for."""
+
+LOCKS = 4096
+"""Counters that blocks with shares of one tile wait for each other by: more than kernels need on 148 processors."""
+
+NUMBERS_AT_ONCE = 2**24
+"""Numbers that are coded at a time: they take some 20 bytes each meanwhile."""
+
+
+@cache
+def missing() -> list[str]:
+    """The reasons why there are no such products here; none if there are."""
+    installed, recent = find_spec("humming") is not None, torch_version() >= OLDEST_TORCH
+    return [
+        *gpu_missing(LEAST_CAPABILITY),
+        *unless(installed, f"humming-kernels is not installed: {adding('gpu')}"),
+        *unless(recent, f"humming-kernels needs torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}"),
+    ]
+
+
+def takes(form: Form, columns: int, rows: int, dtype: torch.dtype) -> bool:
+    """Whether rows [N, K] in a form can be multiplied with activations of ``dtype``."""
+    return coding(form) is not None and dtype == torch.bfloat16 and columns % MULTIPLE == rows % MULTIPLE == 0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows [N, K] in the library's layout, which has no rows that could be cut out.
+
+    Attributes:
+        layer: the library's description of them, in its JSON.
+        tensors: weight, scales, zero points, factor and locks, by the library's names.
+        columns: K.
+        rows: N.
+    """
+
+    layer: str
+    tensors: dict[str, Tensor]
+    columns: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def quantised_matmul(x: Tensor, weight: PackedRows) -> Tensor:
+    """Same as the reference, in bfloat16, with rows that were packed; one kernel, which a graph can capture once
+    ``compile_kernels`` has had these rows.
+
+    Scales are rounded to bfloat16, unless they have 8 bits, as are numbers of single weights on their way to tensor
+    cores; sums are in float32.
+    """
+    if x.dtype != torch.bfloat16 or x.shape[1] != weight.columns:
+        raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}: needs K = {weight.columns} in bfloat16")
+    if not len(x):
+        return x.new_empty(0, len(weight))
+    tensors, kernels = weight.tensors, _kernels(weight.layer, x.device.index)
+    product: Tensor = torch.ops.humming.launch_kernel.default(
+        *(kernels, x, tensors["weight"], tensors["weight_scale"], tensors.get("weight_scale_2")),
+        *(None, None, tensors.get("zero_point"), None, None, None, None, None, None, tensors["locks"], 1, 0),
+    )
+    return product
+
+
+@torch.no_grad()
+def pack_rows(rows: QuantisedRows) -> PackedRows:
+    """Rows [N, K] on a GPU in the library's layout, for products in bfloat16; a form that it ``takes``."""
+    from humming import ops
+    from humming.transform import transform_humming_tensors
+
+    found = coding(rows.form)
+    assert found is not None
+    count, columns, device = len(rows), rows.columns, rows.tensors[0].device
+    wide, high = -(-columns // COLUMNS) * COLUMNS, -(-count // ROWS) * ROWS
+    words = torch.zeros(high, wide * found.bits // 32, dtype=torch.int32, device=device)
+    others: dict[str, list[Tensor]] = {}
+    for where, tile in rows.tiles(NUMBERS_AT_ONCE):
+        coded = code(tile)
+        codes = pad(coded.codes.to(torch.int32), (0, wide - columns))
+        words[where.start : where.start + len(tile)] = ops.pack_weight(codes.contiguous(), found.bits)
+        for name, tensor in (("scales", coded.scales), ("zeros", coded.zeros), ("factor", coded.factor)):
+            if tensor is not None:
+                others.setdefault(name, []).append(tensor)
+    of_groups = {name: torch.cat(tensors) for name, tensors in others.items()}
+    groups = 1 if found.group is None else wide // found.group
+    tensors = {"weight": words, "weight_scale": _padded(of_groups["scales"], high, groups, found.scale)}
+    if found.zeros:
+        tensors["zero_point"] = _padded(of_groups["zeros"], high, groups, None)
+    shared = False
+    if found.factor:
+        factor = of_groups["factor"]
+        shared = bool((factor == factor[0]).all())
+        tensors["weight_scale_2"] = factor[0] if shared else pad(factor[:, 0], (0, high - count)).bfloat16()
+    layer = _layer(found, (count, columns), (high, wide), shared, device)
+    packed = transform_humming_tensors(layer, tensors, already_padded=True)
+    packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+    return PackedRows(layer.to_str(), packed, columns, count)
+
+
+def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None) -> Tensor:
+    """[N, G] -> [rows, groups] in ``dtype``, None for bfloat16; what is added is multiplied with codes of 0 alone."""
+    if dtype is None:
+        of_groups = of_groups.bfloat16()
+    raw = of_groups.view(torch.uint8) if dtype is not None else of_groups
+    raw = pad(raw, (0, groups - raw.shape[1], 0, rows - raw.shape[0]))
+    return raw.view(of_groups.dtype).contiguous()
+
+
+def _layer(found: Coding, shape: tuple[int, int], padded: tuple[int, int], shared: bool, device: torch.device) -> Any:
+    """The library's description of rows."""
+    from humming.config import LayerConfig
+
+    scales = {None: "bfloat16", torch.float8_e4m3fn: "float8e4m3", torch.float8_e8m0fnu: "float8e8m0"}
+    (rows, columns), (high, wide) = shape, padded
+    with torch.cuda.device(device):
+        return LayerConfig(
+            shape_n=high,
+            shape_k=wide,
+            pad_shape_n=high - rows,
+            pad_shape_k=wide - columns,
+            a_dtype="bfloat16",
+            c_dtype="bfloat16",
+            b_dtype={"e2m1": "float4e2m1", "e4m3": "float8e4m3"}.get(found.element, found.element),
+            bs_dtype=scales[found.scale],
+            weight_scale_group_size=found.group or 0,
+            weight_scale_2_type=("tensor" if shared else "channel") if found.factor else None,
+            has_zero_point=found.zeros,
+            is_fp_zero_point=found.zeros,
+        )
+
+
+@cache
+def _kernels(layer: str, device: int) -> Tensor:
+    """Kernels for rows of a layer, int64 [4 x their number] on the host: above and up to how many tokens each runs, its
+    number, and of processors 0 for all."""
+    bounds = (0, *BATCHES, 1 << 30)
+    kernels = [_kernel(layer, tokens, device) for tokens in (*BATCHES, MANY)]
+    entries = [(low, high, *kernel) for low, high, kernel in zip(bounds, bounds[1:], kernels, strict=False)]
+    return torch.tensor(entries, dtype=torch.int64).flatten()
+
+
+@cache
+def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
+    """The number of a kernel, which is compiled if it was not before, and of the processors that it runs on."""
+    import json
+
+    from humming.kernel.humming import HummingKernel
+    from humming.tune import get_heuristics_config
+
+    described = json.loads(layer)
+    _let_the_compiler_find_its_parts()
+    with torch.cuda.device(device):
+        tuned = dict(get_heuristics_config(described, shape_m=tokens, device=device))
+        processors = tuned.pop("num_sms", 0)
+        return HummingKernel(**described, **tuned, gemm_type="dense").kernel_id, processors
+
+
+@cache
+def _let_the_compiler_find_its_parts() -> None:
+    """NVRTC from PyPI, in the library's processes, looks for a second library beside it by name alone."""
+    from humming.utils.nvrtc import get_nvrtc_library_path
+
+    folder, before = str(Path(get_nvrtc_library_path()).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")
+    if folder not in before.split(":"):
+        os.environ["LD_LIBRARY_PATH"] = f"{folder}:{before}".rstrip(":")
+
+
+def compile_kernels(packed: Iterable[PackedRows]) -> None:
+    """Compiles what products with rows need, on all processors, with a progress bar if the output is a terminal, and
+    loads it into the GPU: afterwards they can be captured in graphs."""
+    from humming.utils.cpu import get_parallel_build_workers
+
+    layers = {rows.layer: rows for rows in packed}
+    if not layers:
+        return
+    device = next(iter(layers.values())).tensors["weight"].device
+    wanted = [(layer, tokens) for tokens in (MANY, *reversed(BATCHES)) for layer in layers]
+    with ThreadPoolExecutor(get_parallel_build_workers()) as pool:
+        compiled = pool.map(lambda of: _kernel(*of, device.index), wanted)
+        for _ in tqdm(compiled, "compiling kernels", len(wanted), unit="kernel", leave=False, disable=None):
+            pass
+    for rows in layers.values():
+        for tokens in (1, *(most + 1 for most in BATCHES)):
+            quantised_matmul(torch.zeros(tokens, rows.columns, dtype=torch.bfloat16, device=device), rows)
