@@ -46,7 +46,14 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.query_dim = shape.num_query_heads * shape.head_dim
         self.qkv_dim = self.query_dim + 2 * shape.kv_dim
-        self.qkv = projection(spec, "attention.qkv", spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias)
+        self.qkv = projection(
+            spec,
+            "attention.qkv",
+            spec.hidden_size,
+            self.qkv_dim,
+            bias=spec.qkv_bias,
+            borders=(self.query_dim,),
+        )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         if spec.qk_norm:
             self.query_norm, self.key_norm = (

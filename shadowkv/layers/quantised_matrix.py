@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shadowkv.layers.computing import Computing
 from shadowkv.ops.quantised.rows import Form, QuantisedRows, empty_rows
+from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class QuantisedMatrix(Computing):
 
     Attributes:
         parts: the tensors of each run, one after the other: those of its form, or one [rows, K].
+        packed: pieces of the rows in the layout of a GPU's products, and where each begins, once ``pack`` made them.
+        packed_parts: their tensors.
     """
 
     PARTS: ClassVar[str] = ".parts."
-    """In names of parameters of such a matrix."""
+    """In names of those of its parameters that a loader fills."""
 
     calls = ("dequantise_rows", "quantised_matmul")
 
@@ -54,6 +57,8 @@ class QuantisedMatrix(Computing):
         self.parts = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
         )
+        self.packed: list[tuple[int, Tensor | PackedRows]] | None = None
+        self.packed_parts = nn.ParameterList()
 
     def _empty(self, run: Run, device: torch.device) -> tuple[Tensor, ...]:
         if run.form is not None:
@@ -73,7 +78,7 @@ class QuantisedMatrix(Computing):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parameters())
 
     def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
         """Rows ``start`` to ``stop`` as they are stored, run by run: views."""
@@ -86,11 +91,41 @@ class QuantisedMatrix(Computing):
                 yield parts[0] if run.form is None else QuantisedRows(parts, run.form)
             start, stop = max(0, start - run.rows), stop - run.rows
 
+    def pack(self, borders: Iterable[int] = (), *, looked_up: bool = False) -> list[PackedRows]:
+        """Packs filled rows, on a GPU, for its products; returns what was packed.
+
+        Args:
+            borders: where runs of rows begin that are multiplied alone: pieces are not cut out of once they are packed.
+            looked_up: ``look_up`` is called too: for it rows are kept as they are beside those.
+        """
+        cuts = sorted({*borders, self.num_rows})
+        pieces, begin = list[tuple[int, Tensor | PackedRows]](), 0
+        for cut in cuts:
+            for rows in self.stored(begin, cut):
+                pieces.append((begin, rows if isinstance(rows, Tensor) else pack_rows(rows)))
+                begin += len(rows)
+        self.packed = pieces
+        packed = [rows for _, rows in pieces if isinstance(rows, PackedRows)]
+        tensors = [tensor for rows in packed for tensor in rows.tensors.values()]
+        self.packed_parts = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
+        if not looked_up:
+            plain = [rows for _, rows in pieces if isinstance(rows, Tensor)]
+            self.parts = nn.ParameterList(nn.Parameter(rows, requires_grad=False) for rows in plain)
+        return packed
+
+    def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
+        """Rows ``start`` to ``stop`` as products take them."""
+        if self.packed is None:
+            return list(self.stored(start, stop))
+        pieces = [rows for begin, rows in self.packed if start <= begin < stop]
+        assert sum(map(len, pieces)) == min(stop, self.num_rows) - start, f"rows {start} to {stop} are in no pieces"
+        return [*pieces]
+
     def forward(self, x: Tensor, start: int, stop: int) -> Tensor:
         """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
-            self.ops.quantised_matmul(x, rows) if isinstance(rows, QuantisedRows) else F.linear(x, rows)
-            for rows in self.stored(start, stop)
+            F.linear(x, rows) if isinstance(rows, Tensor) else self.ops.quantised_matmul(x, rows)
+            for rows in self._multiplied(start, stop)
         ]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
@@ -102,7 +137,10 @@ class QuantisedMatrix(Computing):
 
 
 class QuantisedLinear(nn.Module):
-    """y = x Wᵀ + b over packed tokens, with W quantised. The weights are uninitialised until a loader fills them."""
+    """y = x Wᵀ + b over packed tokens, with W quantised. The weights are uninitialised until a loader fills them.
+
+    ``borders`` are where runs of outputs begin that are asked for alone (``rows``).
+    """
 
     bias: nn.Parameter | None
 
@@ -115,9 +153,10 @@ class QuantisedLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        borders: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.out_features, self.borders = out_features, borders
         self.weight = QuantisedMatrix(in_features, runs, dtype=dtype, device=device)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)

@@ -110,11 +110,24 @@ class LayerSpec:
 Projection = Linear | FP8Linear | QuantisedLinear
 
 
-def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
-    """A projection whose weights are quantised where the spec says so; ``name`` is its name within the layer."""
+def projection(
+    spec: LayerSpec,
+    name: str,
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = False,
+    borders: tuple[int, ...] = (),
+) -> Projection:
+    """A projection whose weights are quantised where the spec says so.
+
+    Args:
+        name: its name within the layer.
+        borders: where runs of outputs begin that are asked for alone.
+    """
     dtype, device = spec.dtype, spec.device
     if spec.quantization == "fp8":
         return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
     if runs := spec.runs.get(f"{name}.weight"):
-        return QuantisedLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device)
+        return QuantisedLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device, borders=borders)
     return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

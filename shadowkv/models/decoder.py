@@ -15,10 +15,11 @@ from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
+from shadowkv.ops.quantised_matmul.humming import PackedRows, compile_kernels
 from shadowkv.ops.registry import Ops
 
 
@@ -95,6 +96,17 @@ class Decoder(nn.Module):
         for module in self._computing():
             module.ops = ops
 
+    def pack(self) -> None:
+        """Packs filled weights that stay quantised for the products of a GPU, and compiles these."""
+        packed = list[PackedRows]()
+        for module in self.modules():
+            if isinstance(module, QuantisedLinear):
+                packed += module.weight.pack(module.borders)
+        head = self.embedding if self.head is None else self.head
+        if isinstance(head, QuantisedMatrix):
+            packed += head.pack(looked_up=self.head is None)
+        compile_kernels(packed)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
         x = self._look_up(token_ids)
@@ -142,7 +154,7 @@ class Decoder(nn.Module):
     def num_parameters(self) -> int:
         """Number of weights of the model, with tied ones counted once and scales of quantised ones not at all."""
         matrices = self._quantised_matrices()
-        kept = {id(part) for matrix in matrices for part in matrix.parts}
+        kept = {id(part) for matrix in matrices for part in matrix.parameters()}
         return sum(matrix.num_values for matrix in matrices) + sum(
             weight.numel()
             for name, weight in self.named_parameters()
@@ -157,10 +169,20 @@ class Decoder(nn.Module):
     def bytes_read(self, batch: int) -> float:
         """Bytes of the weights that a decode step of ``batch`` sequences reads: of an embedding table that is not also
         the head, only rows; of experts those that are expected where all are chosen equally often."""
-        read = self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
+        read = self.num_bytes - self._looked_up_bytes
         if self.config.experts is None:
             return read
         return read - (1 - self.config.experts.routing.share_touched(batch)) * self.expert_bytes
+
+    @property
+    def _looked_up_bytes(self) -> int:
+        """Bytes of the embedding that products do not read: all where the head is another matrix, and what is kept for
+        looking up beside a packed head."""
+        if self.head is not None:
+            return self.embedding.nbytes
+        if not isinstance(self.embedding, QuantisedMatrix) or self.embedding.packed is None:
+            return 0
+        return sum(part.nbytes for part in self.embedding.parts)
 
     @property
     def expert_bytes(self) -> int:

@@ -86,10 +86,13 @@ def load_plan(
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
 
-    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, and those of GGUF dequantised.
+    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
-    forms = storage.planned_forms(config, format, quantization)
+    if path.suffix == ".gguf":
+        forms = gguf_forms(GGUFFile(path))
+    else:
+        forms = storage.planned_forms(config, format, quantization)
     if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
         with naming(path, OTHER_MODEL):
             return replace(config, quantization="fp8"), {}
@@ -113,7 +116,7 @@ def plan_on(
     forms alone that weights stay in."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
-    return config, {weight: form for weight, form in forms.items() if storage.keeps(form, device)}
+    return config, storage.kept(forms, dtype, device)
 
 
 def load_model(
@@ -204,7 +207,8 @@ def _load(
     """A rank's part of a model, and what was done to weights that the user may not expect, one line each."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
     stay = config.quantization is None
-    forms = {weight: form for weight, form in files.forms.items() if stay and storage.keeps(form, device)}
+    kept = storage.kept(files.forms, dtype, device) if stay else {}
+    forms = dict(kept)
     notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
@@ -220,8 +224,10 @@ def _load(
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
+    if device.type == "cuda":
+        model.pack()
     if stay:
-        others = {weight: form for weight, form in files.forms.items() if not storage.keeps(form, device)}
+        others = {weight: form for weight, form in files.forms.items() if weight not in kept}
     else:
         in_fp8 = quantised(model, targets)
         others = {weight: form for weight, form in files.forms.items() if weight not in in_fp8}
@@ -297,6 +303,8 @@ def _dummy(
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill_dummy(model)
+    if device.type == "cuda":
+        model.pack()
     return LoadedModel(shard.whole, shard, model, tokenizer(), name)
 
 

@@ -16,8 +16,10 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.families.registry import family
 from shadowkv.models.filling import stored_runs
 from shadowkv.models.sharding import Shard
+from shadowkv.ops.dequantise_rows.cpu import in_blocks
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, row_bytes
+from shadowkv.ops.quantised_matmul import humming
 from shadowkv.ops.registry import choose
 from shadowkv.wording import GIB, SettingsError, counted
 
@@ -25,14 +27,21 @@ Forms = Mapping[str, Form]
 """Of quantised weights, by name."""
 
 
-def keeps(form: Form, device: torch.device) -> bool:
-    """Whether weights stay in a form: on CPUs, those in a GGUF file's blocks where there are products for them in C++.
+def kept(forms: Forms, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
+    """Those of the weights that stay in their form where activations are in ``dtype``: where there are products for it,
+    for experts on a GPU there are none. Others are dequantised as they load."""
+    return {name: form for name, form in forms.items() if _keeps(name, form, dtype, device)}
 
-    On a GPU nothing multiplies them yet, and they are dequantised as they load.
-    """
-    if device.type != "cpu":
-        return False
-    return isinstance(form, GroupForm) or choose("quantised_matmul", device).backend != "reference"
+
+def _keeps(name: str, form: Form, dtype: torch.dtype, device: torch.device) -> bool:
+    backend = choose("quantised_matmul", device).backend
+    if device.type == "cuda":
+        return backend == "humming" and humming.takes(form, dtype) and not _of_experts(name)
+    return isinstance(form, GroupForm) or (backend == "cpu" and in_blocks(form))
+
+
+def _of_experts(name: str) -> bool:
+    return ".experts." in name
 
 
 def is_fp8(forms: Forms) -> bool:
@@ -83,10 +92,20 @@ def dequantised(
     plain = sum(prod(shapes[name]) for name in forms) * dtype.itemsize
     names = " and ".join(sorted({form.name for form in forms.values()}))
     sizes = f"{plain / GIB:.2f} GiB instead of {stored / GIB:.2f}"
+    why = [f"on {device} nothing multiplies them as they are"]
+    if device.type == "cuda":
+        why = humming.missing() or [f"on {device} {why_not(forms, dtype)}"]
     return [
         f"{counted(len(forms), 'weight')} in {names} are dequantised to {str(dtype).removeprefix('torch.')}, {sizes}: "
-        f"on {device} nothing multiplies them as they are"
+        f"{'; '.join(why)}"
     ]
+
+
+def why_not(forms: Forms, dtype: torch.dtype) -> str:
+    """Why a GPU that multiplies weights in few bits does not multiply these with activations in ``dtype``."""
+    if dtype != torch.bfloat16:
+        return f"weights stay as they are with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
+    return f"nothing multiplies {'experts' if all(map(_of_experts, forms)) else 'them'} as they are"
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:

@@ -70,8 +70,8 @@ def _dequantised(planner: Planner) -> list[str]:
     if planner.dequantised_bytes is None:
         return []
     return [
-        "         in the files' form, which nothing multiplies on a GPU yet: there they are dequantised as they load, "
-        f"{planner.dequantised_bytes / GIB:.2f} GiB"
+        "         in the files' form, for GPUs with humming-kernels (the extra gpu); without it they are dequantised "
+        f"as they load, {planner.dequantised_bytes / GIB:.2f} GiB"
     ]
 
 

@@ -82,7 +82,7 @@ def test_backends_say_what_they_lack_in_one_way() -> None:
 def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
-    windows = "paged_window_attention", "causal_window_attention"  # no layer of this model has one
+    windows = "paged_window_attention", "causal_window_attention", "add_sinks"  # no layer of this model has one
     # Nor does it call the others: its weights are plain, and steps are graphs.
     assert slow == {"dequantise_rows", *FusedLayers.calls, *windows}
     assert ops.backends["quantised_matmul"] == "humming"
@@ -134,7 +134,7 @@ def test_more_than_eight_query_heads_a_kv_head_go_to_triton_and_pytorch(
 ) -> None:
     """Qwen3-235B-A22B's 16 and GLM-4.5's 12: no op refuses them, and none that serves waits for the host."""
     monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
-    ops = Ops("cuda", replace(INT4, ops=INT4.ops - {*QuantisedMatrix.calls, *FusedLayers.calls}, **changes))
+    ops = Ops("cuda", replace(INT4, ops=INT4.ops - {"dequantise_rows", "add_sinks", *FusedLayers.calls}, **changes))
     fallen = {
         name: ops.backends[name] for name in ops.called if any("kv head are more" in r for r in ops.reasons[name])
     }

@@ -60,9 +60,9 @@ def missing() -> list[str]:
     ]
 
 
-def takes(form: Form, columns: int, rows: int, dtype: torch.dtype) -> bool:
-    """Whether rows [N, K] in a form can be multiplied with activations of ``dtype``."""
-    return coding(form) is not None and dtype == torch.bfloat16 and columns % MULTIPLE == rows % MULTIPLE == 0
+def takes(form: Form, dtype: torch.dtype) -> bool:
+    """Whether rows in a form can be packed for products with activations in ``dtype``."""
+    return coding(form) is not None and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,16 @@ def quantised_matmul(x: Tensor, weight: PackedRows) -> Tensor:
 
 @torch.no_grad()
 def pack_rows(rows: QuantisedRows) -> PackedRows:
-    """Rows [N, K] on a GPU in the library's layout, for products in bfloat16; a form that it ``takes``."""
-    from humming import ops
-    from humming.transform import transform_humming_tensors
-
+    """Rows [N, K] on a GPU, in a form that it ``takes``, in the library's layout, for products in bfloat16; raises
+    ValueError where N or K is no multiple of 8."""
     found = coding(rows.form)
     assert found is not None
     count, columns, device = len(rows), rows.columns, rows.tensors[0].device
+    if count % MULTIPLE or columns % MULTIPLE:
+        raise ValueError(f"weights in {rows.form.name} need sizes in multiples of {MULTIPLE}, not {count} x {columns}")
+    from humming import ops
+    from humming.transform import transform_humming_tensors
+
     wide, high = -(-columns // COLUMNS) * COLUMNS, -(-count // ROWS) * ROWS
     words = torch.zeros(high, wide * found.bits // 32, dtype=torch.int32, device=device)
     others: dict[str, list[Tensor]] = {}
@@ -208,8 +211,8 @@ def _let_the_compiler_find_its_parts() -> None:
 
 
 def compile_kernels(packed: Iterable[PackedRows]) -> None:
-    """Compiles what products with rows need, on all processors, with a progress bar if the output is a terminal, and
-    loads it into the GPU: afterwards they can be captured in graphs."""
+    """Compiles what products with rows [N, K] need and loads it into the GPU, so that graphs can capture them: on all
+    processors, with a progress bar if the output is a terminal."""
     from humming.utils.cpu import get_parallel_build_workers
 
     layers = {rows.layer: rows for rows in packed}

@@ -1,0 +1,74 @@
+"""A matrix in pieces that are multiplied whole, as if packed for a GPU: other products stand in for its."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_quantised_groups import FORMS, random_rows
+from torch import Tensor
+
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
+from shadowkv.ops.registry import Ops
+
+KEPT: dict[str, QuantisedRows] = {}
+
+
+def stand_in(rows: QuantisedRows) -> PackedRows:
+    """Packed rows whose numbers are found by their name."""
+    KEPT[name := f"{len(KEPT)}"] = QuantisedRows(tuple(tensor.clone() for tensor in rows.tensors), rows.form)
+    return PackedRows(name, {"weight": torch.zeros(len(rows), 7)}, rows.columns, len(rows))
+
+
+@pytest.fixture
+def matrix(seed: int, monkeypatch: pytest.MonkeyPatch) -> QuantisedMatrix:
+    monkeypatch.setattr("shadowkv.layers.quantised_matrix.pack_rows", stand_in)
+    form = FORMS["int4"]
+    made = QuantisedMatrix(64, [Run(40, form), Run(8, None), Run(16, form)], dtype=torch.float32, device=CPU)
+    for rows in made.stored(0, 64):
+        if isinstance(rows, QuantisedRows):
+            for mine, drawn in zip(rows.tensors, random_rows(form, len(rows), 64).tensors, strict=True):
+                mine.copy_(drawn)
+        else:
+            rows.data.normal_()
+    ops: Any = SimpleNamespace(quantised_matmul=multiply, dequantise_rows=Ops().dequantise_rows)
+    made.ops = ops
+    return made
+
+
+CPU = torch.device("cpu")
+
+
+def multiply(x: Tensor, rows: QuantisedRows | PackedRows) -> Tensor:
+    return Ops().quantised_matmul(x, KEPT[rows.layer] if isinstance(rows, PackedRows) else rows)
+
+
+def test_runs_of_rows_are_multiplied_as_before(matrix: QuantisedMatrix) -> None:
+    x = torch.randn(5, 64)
+    whole, before = matrix(x, 0, 64), matrix.nbytes
+    packed = matrix.pack([24])
+    assert [len(rows) for rows in packed] == [24, 16, 16]
+    torch.testing.assert_close(matrix(x, 0, 64), whole)
+    torch.testing.assert_close(matrix(x, 0, 24), whole[:, :24])
+    torch.testing.assert_close(matrix(x, 24, 64), whole[:, 24:])
+    assert matrix.nbytes == 56 * 7 * 4 + 8 * 64 * 4 < before + 56 * 7 * 4
+    with pytest.raises(AssertionError, match="rows 0 to 30 are in no pieces"):
+        matrix(x, 0, 30)
+
+
+def test_rows_are_looked_up_beside_products(matrix: QuantisedMatrix) -> None:
+    index, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
+    rows, whole, before = matrix.look_up(index), matrix(x, 0, 64), matrix.nbytes
+    matrix.pack(looked_up=True)
+    assert torch.equal(matrix.look_up(index), rows)
+    torch.testing.assert_close(matrix(x, 0, 64), whole)
+    assert matrix.nbytes == before + 56 * 7 * 4
+
+
+def test_sizes_that_kernels_do_not_take_are_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="multiples of 8, not 5 x 64"):
+        pack_rows(random_rows(FORMS["int4"], 5, 64))
