@@ -38,6 +38,10 @@ BYTES = ("model", "kv", "context"), ("device_bytes_per_token", "host_bytes_per_t
 DISTORTION = ("model", "kv", "prompts", "prompt_tokens"), ("d_keys", "d_values")
 FIDELITY = (("model", "kv", "prompts", "prompt_tokens", "new_tokens"), ("kl", "kl_stderr", "top1", "top1_stderr"))
 RULER = (("model", "kv", "length", "samples", "tasks"), ("score", "stderr", "difference", "difference_stderr"))
+WEIGHTS = (
+    ("model", "format", "kv", "context", "batch"),
+    ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "load_s", "engine"),
+)
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
 """Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,
 whose prefills are given no blocks."""

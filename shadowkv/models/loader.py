@@ -185,7 +185,7 @@ def load_model(
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
-    files = read(path, max_model_len, hf_overrides, runnable)
+    files = read(path, max_model_len, hf_overrides, runnable, device.type == "cuda")
     with naming(path):
         files = _with_separate_experts(files)
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
@@ -315,7 +315,7 @@ class _Files:
     Attributes:
         tokenizer: reads it.
         shapes: of all weights, by their names in the files.
-        tensors: the weights, read one after another.
+        tensors: the weights, read ahead.
         forms: of weights that are quantised, by their names.
         method: that they are quantised with, where they are in a directory.
         notes: what is read in another way than the user may expect, one line each.
@@ -335,6 +335,7 @@ def _gguf(
     max_model_len: int | None,
     hf_overrides: Mapping[str, Any] | None,
     runnable: Runnable,
+    pinned: bool,
     stated: Path | None,
 ) -> _Files:
     """``stated`` is a config.json that is read instead of the file's own config."""
@@ -344,17 +345,17 @@ def _gguf(
     else:
         config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0], {})
     tokenizer = partial(tokenizer_from_gguf, file, config.eos_token_ids)
-    return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
+    return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config, pinned=pinned), gguf_forms(file))
 
 
 def _directory(
-    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable
+    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable, pinned: bool
 ) -> _Files:
     config, format = config_from_directory(path, max_model_len, hf_overrides)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
         plain = SafetensorsWeights(path, renamed=text_weight(config.architecture))
-        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream())
+        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream(pinned=pinned))
     weights = QuantisedWeights(path, format, text_weight(config.architecture))
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
@@ -364,7 +365,9 @@ def _directory(
         notes.append(f"{columns} (desc_act) are dequantised: {weights.scattered[0]}, ...")
     if weights.of_caches:
         notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
-    return _Files(config, tokenizer, weights.shapes, weights.stream(), weights.forms, format.method, tuple(notes))
+    return _Files(
+        config, tokenizer, weights.shapes, weights.stream(pinned=pinned), weights.forms, format.method, tuple(notes)
+    )
 
 
 def _with_separate_experts(files: _Files) -> _Files:

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, in_words, is_there, read_json
+from shadowkv.models.checkpoints.reading import Reading, read_ahead, read_bytes
+from shadowkv.models.checkpoints.stored_weight import Stored
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Others belong to quantised weights, and mean nothing without a config that says how these are stored."""
+
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 _INDEX = "model.safetensors.index.json"
 
@@ -62,44 +80,45 @@ class SafetensorsWeights:
     def __init__(
         self, directory: Path, dtypes: Sequence[str] = DTYPES, renamed: Callable[[str], str | None] = str
     ) -> None:
-        self._place_of: dict[str, tuple[Path, str]] = {}
+        self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         for file in _files(directory):
             stored = {(renamed(theirs), theirs): entry for theirs, entry in read_header(file, dtypes).items()}
             header = {name: entry for (name, _), entry in stored.items() if name is not None}
             twice = sorted(self.shapes.keys() & header.keys())
             if twice:
                 raise ModelFileError(file, f"tensor {twice[0]!r} is in another file of the folder too")
-            self._place_of |= {name: (file, theirs) for name, theirs in stored if name is not None}
+            self._file_of |= dict.fromkeys(header, file)
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             self.dtypes |= {name: dtype for name, (_, dtype) in header.items()}
+            places = _places(file)
+            self._places |= {name: places[theirs] for name, theirs in stored if name is not None}
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and CPU tensor of every weight, read one at a time."""
-        with self.opened() as read:
-            for name in self.shapes:
-                yield name, read(name)
+    def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
+        """Name and CPU tensor of every weight, read ahead."""
+        return read_ahead(Reading(name, self.nbytes(name), partial(self.read, name, pinned)) for name in self.shapes)
 
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[str], Tensor]]:
-        """Reads tensors by name, on the CPU: each file stays open once it was read from."""
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor in its file."""
+        start, stop = self._places[name]
+        return stop - start
 
-            def read(name: str) -> Tensor:
-                file, theirs = self._place_of[name]
-                if file not in files:
-                    files[file] = stack.enter_context(open_safetensors(file))
-                tensor: Tensor = files[file].get_tensor(theirs)
-                return tensor
+    def read(self, name: str, pinned: bool = False) -> Tensor:
+        """One tensor, on the CPU, on any thread; in pinned memory for a GPU."""
+        data = read_bytes(self._file_of[name], *self._places[name], pinned=pinned)
+        return data.view(_TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name])
 
-            yield read
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
-        with self.opened() as read:
-            return read(name)
+def _places(file: Path) -> dict[str, tuple[int, int]]:
+    """First byte of each tensor in a file whose header was checked, and the one after the last."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + start, 8 + size + stop) for name, (start, stop) in places.items()}
 
 
 def _files(directory: Path) -> list[Path]:

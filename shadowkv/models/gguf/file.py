@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
+from shadowkv.models.checkpoints.reading import read_bytes
 from shadowkv.models.checkpoints.stored_weight import Stored
-from shadowkv.models.gguf.header import TensorEntry, read_header
+from shadowkv.models.gguf.header import read_header
 from shadowkv.ops.quantised.blocks import BLOCKS, BlockForm
 from shadowkv.ops.quantised.rows import QuantisedRows
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class GGUFFile:
-    """Read access to one file; the tensors stay mapped, not loaded.
+    """Read access to one file, whose tensors are read on request, on any thread.
 
     Args:
         path: the file. Raises FileNotFoundError if it is missing, ModelFileError if it cannot be used.
@@ -36,9 +36,9 @@ class GGUFFile:
         with path.open("rb") as opened:
             if not path.stat().st_size:
                 raise ModelFileError(path, "it is empty")
-            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data, naming(path):
+                self._header = read_header(data)
         with naming(path):
-            self._header = read_header(self._data)
             architecture = self.get("general.architecture", str)
             if architecture is None:
                 raise ValueError("general.architecture is missing: it does not say its architecture")
@@ -92,23 +92,24 @@ class GGUFFile:
         kind = self._header.tensors[name].kind.name
         return BLOCKS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
-    def stored(self, name: str) -> Stored:
-        """A tensor in its blocks if it has a ``form``, the rows of experts one after the other, otherwise as
-        ``tensor``; a copy. Raises as that does."""
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor in the file."""
+        entry = self._header.tensors[name]
+        return entry.stop - entry.start
+
+    def stored(self, name: str, *, pinned: bool = False) -> Stored:
+        """A tensor in its blocks if it has a ``form``, the rows of experts one after the other, in pinned memory for a
+        GPU; otherwise as ``tensor``. Raises as that does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
-            weight: Stored = self.tensor(name)
-        else:
-            weight = QuantisedRows((torch.from_numpy(self._raw(entry).reshape(prod(shape[:-1]), -1).copy()),), form)
-        if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
-            start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
-        return weight
+            return self.tensor(name)
+        blocks = read_bytes(self.path, entry.start, entry.stop, pinned=pinned)
+        return QuantisedRows((blocks.view(prod(shape[:-1]), -1),), form)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor dequantised to float32, rows first; a copy. Raises ModelFileError for types without a decoder."""
+        """A tensor dequantised to float32, rows first. Raises ModelFileError for types without a decoder."""
         shape, entry = self.shape(name), self._header.tensors[name]
-        raw = self._raw(entry)
+        raw = read_bytes(self.path, entry.start, entry.stop).numpy()
         try:
             # The weights may have any bits: NaN does not concern the file's format.
             with np.errstate(all="ignore"):
@@ -116,12 +117,7 @@ class GGUFFile:
         except NotImplementedError as error:
             reason = f"the tensor {name} is of type {entry.kind.name}, which cannot be read"
             raise ModelFileError(self.path, reason, "use a file with another type, such as Q8_0") from error
-        # A float32 tensor is returned as a view of the mapped file.
-        values = np.array(values, dtype=np.float32, copy=None)
-        return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
-
-    def _raw(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._data, np.uint8, entry.stop - entry.start, entry.start)
+        return torch.from_numpy(np.asarray(values, dtype=np.float32)).reshape(shape)
 
 
 def _short(value: Any) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError
+from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.file import GGUFFile
@@ -75,24 +77,30 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
 
-def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
-    """Name and weight, read one at a time, in blocks or as float32; unknown names pass unchanged.
+def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
+    """Name and weight, read ahead, in blocks or as float32; unknown names pass unchanged.
 
     The shapes must have been checked: rows of ``llama`` files are reordered. Norms of ``gemma3`` are as in its other
     files, without the 1 that is added to them.
     """
-    for name in file.names:
-        if name in _CONFIG_TENSORS:
-            continue
-        stored = file.stored(name)
+
+    def read(name: str) -> Stored:
+        stored = file.stored(name, pinned=pinned)
         if file.architecture == "llama" and ".attn_q." in name:
-            stored = _halves_from_pairs(stored, config.num_query_heads)
-        elif file.architecture == "llama" and ".attn_k." in name:
-            stored = _halves_from_pairs(stored, config.num_kv_heads)
-        elif file.architecture == "gemma3" and name.endswith("norm.weight"):
-            stored = dense(stored) - 1  # these files contain 1 + w
-        weight = _hf_name(name, file.architecture)
-        yield weight, stored.unsqueeze(0) if isinstance(stored, Tensor) and _is_flat(weight, stored.shape) else stored
+            return _halves_from_pairs(stored, config.num_query_heads)
+        if file.architecture == "llama" and ".attn_k." in name:
+            return _halves_from_pairs(stored, config.num_kv_heads)
+        if file.architecture == "gemma3" and name.endswith("norm.weight"):
+            return dense(stored) - 1  # these files contain 1 + w
+        if isinstance(stored, Tensor) and _is_flat(_hf_name(name, file.architecture), stored.shape):
+            return stored.unsqueeze(0)
+        return stored
+
+    return read_ahead(
+        Reading(_hf_name(name, file.architecture), file.nbytes(name), partial(read, name))
+        for name in file.names
+        if name not in _CONFIG_TENSORS
+    )
 
 
 def _is_flat(weight: str, shape: Sequence[int]) -> bool:

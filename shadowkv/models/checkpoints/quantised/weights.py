@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, in_words, naming
 from shadowkv.models.checkpoints.quantised.format import Entry, Format, Found
+from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.safetensors_weights import DTYPES, SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
@@ -71,19 +72,25 @@ class QuantisedWeights:
     def _read(self, module: str, last: str) -> Tensor:
         return self._files.read(f"{module}.{last}")
 
-    def stream(self) -> Iterator[tuple[str, Stored]]:
-        """Name and CPU weight, read one at a time; raises ModelFileError where numbers do not fit the format."""
-        with self._files.opened() as read:
-            for name in self.shapes:
-                if (found := self._found.get(name)) is None:
-                    yield name, read(name)
-                    continue
-                module, tensors = name.rpartition(".")[0], dict[str, Tensor]()
-                for part in found.parts:
-                    tensors[part] = read(f"{module}.{part}")
-                with naming(self._directory):
-                    try:
-                        weight = self._format.read(found, tensors)
-                    except ValueError as error:
-                        raise ValueError(f"{name}: {error}") from error
-                yield name, weight
+    def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
+        """Name and CPU weight, read ahead; raises ModelFileError where numbers do not fit the format."""
+        return read_ahead(
+            Reading(name, sum(map(self._files.nbytes, self._parts(name))), partial(self._weight, name, pinned))
+            for name in self.shapes
+        )
+
+    def _parts(self, name: str) -> list[str]:
+        """The tensors that a weight is read from."""
+        found = self._found.get(name)
+        return [name] if found is None else [f"{name.rpartition('.')[0]}.{part}" for part in found.parts]
+
+    def _weight(self, name: str, pinned: bool) -> Stored:
+        if (found := self._found.get(name)) is None:
+            return self._files.read(name, pinned)
+        parts = zip(found.parts, self._parts(name), strict=True)
+        tensors = {part: self._files.read(of_part, pinned) for part, of_part in parts}
+        with naming(self._directory):
+            try:
+                return self._format.read(found, tensors)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error

@@ -1,6 +1,6 @@
 """Products with weights in every form on a CPU, one thread, against float32 weights: processor time and bits a weight.
 
-``python -m benchmarks.sweeps.cpu_products --out products.csv``
+``python -m benchmarks.ops.cpu_products --out products.csv``
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""Speed and memory with weights in every form, on one GPU: loading, a prompt, and steps of one sequence and of many.
+
+A row for each form, policy, context and batch; rows that the file has already are not measured again. ``plain`` are
+weights in 16 bits, or as the files of ``--model`` have them; other names are forms of random weights
+(``--load-format dummy``) or ``fp8``. Every form is loaded in a process of its own, so that its time is that of a start:
+the second run of a command has kernels that the first compiled.
+
+    python -m benchmarks.sweeps.weights --model llama-3.1-8b --load-format dummy --formats plain fp8 gptq nvfp4 \\
+        --kv full turbo --context 1024 61440 124928 --batch 1 auto --out weights.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.sweeps import throughput
+from benchmarks.sweeps.engines import ENGINE, about_spec, in_fresh_process
+from benchmarks.sweeps.rows import WEIGHTS, Rows
+from shadowkv.engine.config import policy_name
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.eval.provenance import provenance
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.load_settings import QUANTIZATIONS
+from shadowkv.wording import GIB
+
+PLAIN = "plain"
+
+
+def measure(args: argparse.Namespace, form: str) -> None:
+    """The rows of one form."""
+    args.quantization = None if form == PLAIN else form
+    rows = Rows(args.out, WEIGHTS, replayed=())
+    start = time.perf_counter()
+    loaded = load_from_config(throughput.config_of(args, args.kv[0], 1, max(args.context)))
+    torch.cuda.synchronize()
+    seconds, nbytes = time.perf_counter() - start, loaded.model.num_bytes
+    print(*loaded.notes, sep="\n")
+    name = "+".join(loaded.model.forms) or loaded.config.quantization or str(loaded.model.dtype).removeprefix("torch.")
+    for context in args.context:
+        for kv in args.kv:
+            for batch in args.batch:
+                count = throughput.fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
+                row = {"model": Path(args.model).name, "format": name, "kv": kv, "context": context, "batch": count}
+                if rows.has(row):
+                    continue
+                cell = throughput.measure(args, loaded, kv, context, str(count))
+                if cell["status"] != "ok":
+                    print(f"{name} {kv} {context} x {count}: {cell['status']}", file=sys.stderr, flush=True)
+                    continue
+                figures = {
+                    "ttft_s": cell["ttft_s"],
+                    "step_ms": cell["step_ms"],
+                    "tokens_per_s": cell["decode_tokens_per_s"],
+                    "weights_gib": nbytes / GIB,
+                    "load_s": seconds,
+                    "engine": ENGINE,
+                }
+                rows.add(row | figures | about_spec(KVSpec(**cell["spec"]), provenance()["gpu"] or "cpu"))
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", default=[PLAIN], choices=(PLAIN, *QUANTIZATIONS))
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 61440], help="tokens (default: 1024 61440)")
+    parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
+    parser.add_argument("--batch", nargs="+", default=["1", "auto"], help="sequences, or auto for as many as fit")
+    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file")
+    args = parser.parse_args()
+    args.enforce_eager, args.hit_rate, args.host_memory_gib, args.synthetic_prefill = False, None, None, True
+    return 0 if all([in_fresh_process(measure, args, form) for form in args.formats]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
