@@ -15,11 +15,11 @@ from torch import Tensor
 from shadowkv.models.checkpoints.files import ModelFileError
 from shadowkv.models.checkpoints.stored_weight import Stored
 
-AHEAD_BYTES = 2**29
+AHEAD_BYTES = 2**28
 """Bytes of weights that are read, or being read, before they are used; a larger weight is alone."""
 
 MOST_THREADS = 8
-"""One reads some 2 GB/s from the page cache."""
+"""More would wait for the same disk, or the same memory."""
 
 
 @dataclass(frozen=True)
