@@ -45,8 +45,9 @@ class BlockForm:
         codes, scales, minima = affine_parts(self, tensors[0])
         if minima is None:
             codes = codes.to(torch.int16) - (1 << self.bits - 1)
-        numbers = codes.float().view(*scales.shape, -1) * scales.unsqueeze(2)
-        return (numbers if minima is None else numbers + minima.unsqueeze(2)).reshape(-1, columns)
+        groups = scales.shape[1]
+        numbers = codes.float().unflatten(1, (groups, columns // max(1, groups))) * scales.unsqueeze(2)
+        return (numbers if minima is None else numbers + minima.unsqueeze(2)).flatten(1)
 
     def cut_form(self, columns: int, start: int, stop: int) -> BlockForm | None:
         """As ``Form.cut_form``: whole blocks can be cut out."""
@@ -69,8 +70,12 @@ def affine_parts(form: BlockForm, blocks: Tensor) -> tuple[Tensor, Tensor, Tenso
         float32 [N, G], which are added to code · scale, or None.
     """
     codes, scales, minima = _PARTS[form.name](blocks.reshape(-1, form.bytes))
-    rows = len(blocks)
-    return codes.view(rows, -1), scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
+    rows, each = len(blocks), blocks.shape[1] // form.bytes
+
+    def of_rows(of_blocks: Tensor) -> Tensor:
+        return of_blocks.reshape(rows, each * of_blocks.shape[1])
+
+    return of_rows(codes), of_rows(scales), None if minima is None else of_rows(minima)
 
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
