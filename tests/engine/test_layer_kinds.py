@@ -160,7 +160,9 @@ def test_prompts_in_the_pass_of_a_step_are_answered_as_by_transformers(model: Mo
     assert_empty(engine)
 
 
-def test_prompts_come_back_from_every_tier(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_prompts_come_back_from_every_tier(family: str, tmp_path: Path) -> None:
+    model = make(family, tmp_path / "model")
     document, question = prompt(1, 640), prompt(2, 100)
     options = {"kv_offload_gib": 0.0625, "kv_disk_dir": str(tmp_path / "cache")}
     engine = engine_of(model, **options)
@@ -196,7 +198,9 @@ def test_requests_side_by_side_are_answered_as_alone(model: Model, kv: str) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks meet through gloo")
-def test_two_ranks_answer_as_one(model: Model) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
+    model = make(family, tmp_path)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
     document, answers = prompt(1, 400), []
     for ranks in (1, 2):
