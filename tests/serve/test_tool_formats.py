@@ -130,7 +130,8 @@ TEMPLATES = {
     "hermes": "{{ tools | tojson }} within <tool_call></tool_call> XML tags",
     "llama3_json": '{{- \'Respond in the format {"name": function name, "parameters": dictionary\' }}',
     "mistral": '{{- "[TOOL_CALLS][" }}',
-    None: "<tool_call>{name}<arg_key>",
+    "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+    None: "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
 }
 
 

@@ -60,7 +60,7 @@ class Chat(Endpoint):
             )
             advice = "pass 'required', a function's name or 'none', or start the server with --tool-call-parser"
             raise ApiError(f"{reason}: {advice}", param="tool_choice")
-        return known.parser(known.new_id)
+        return known.parser(known.new_id, request.tools)
 
     def reasoning_parser(self, request: ChatRequest, prompt: list[int]) -> ReasoningParser | None:
         if self.settings.reasoning_parser is None or request.output_schema is not None:  # JSON has no room for thoughts

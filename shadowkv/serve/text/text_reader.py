@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -50,25 +51,45 @@ class TextReader(ABC):
         while (yield from self._next()).isspace():
             self._at += 1
 
+    def _sees(self, literal: str) -> Reading[bool]:
+        """Whether ``literal`` comes next, without consuming it."""
+        size = len(literal)
+        while not self._ended and len(rest := self._text[self._at : self._at + size]) < size:
+            if not literal.startswith(rest):
+                return False
+            yield
+        return self._text.startswith(literal, self._at)
+
     def _passed(self, literal: str) -> Reading[bool]:
         """Reads ``literal`` if it comes next, and any white space after it."""
-        while not self._ended and len(rest := self._text[self._at :]) < len(literal) and literal.startswith(rest):
-            yield
-        if not self._text.startswith(literal, self._at):
+        if not (yield from self._sees(literal)):
             return False
         self._at += len(literal)
         yield from self._blanks()
         return True
 
-    def _until(self, mark: str) -> Reading[bool]:
-        """Emits the text up to ``mark``, without white space before it; False if it does not come."""
+    def _up_to(self, ends: str) -> Reading[str]:
+        """Reads up to a character of ``ends``, or to the end of the answer: what was read."""
+        begin = self._at - self._begin
+        while (yield from self._next()) and self._text[self._at] not in ends:
+            self._at += 1
+        return self._text[self._begin + begin : self._at]
+
+    def _until(self, *marks: str, emit: Callable[[], None] | None = None) -> Reading[bool]:
+        """Emits the text up to the first of ``marks``, without white space before it; False if none comes.
+
+        Args:
+            emit: emits what was read, by default as text.
+        """
+        pattern = "|".join(map(re.escape, marks))
         while True:
-            place = self._text.find(mark, self._at)
-            end = place if place >= 0 else len(self._text) - (0 if self._ended else self._overlap(mark))
+            found = re.compile(pattern).search(self._text, self._at)
+            place = -1 if found is None else found.start()
+            end = place if place >= 0 else len(self._text) - (0 if self._ended else self._overlap(*marks))
             if place >= 0 or not self._ended:
                 end = self._at + len(self._text[self._at : end].rstrip())
             self._at = end
-            self._say()
+            (emit or self._say)()
             if place >= 0:
                 self._at = place
                 return True
@@ -76,10 +97,13 @@ class TextReader(ABC):
                 return False
             yield
 
-    def _overlap(self, mark: str) -> int:
-        """Length of the longest suffix of the text that is a prefix of ``mark``."""
-        sizes = range(min(len(mark) - 1, len(self._text) - self._at), 0, -1)
-        return next((size for size in sizes if self._text.endswith(mark[:size])), 0)
+    def _overlap(self, *marks: str) -> int:
+        """Length of the longest suffix of the text that is a prefix of one of ``marks``."""
+        longest = 0
+        for mark in marks:
+            sizes = range(min(len(mark) - 1, len(self._text) - self._at), longest, -1)
+            longest = next((size for size in sizes if self._text.endswith(mark[:size])), longest)
+        return longest
 
     def _rest(self) -> Reading[None]:
         """Emits all that follows as text."""

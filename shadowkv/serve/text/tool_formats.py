@@ -7,6 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shadowkv.serve.text.tagged_calls import Qwen3Coder
 from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
@@ -116,8 +117,8 @@ class ToolFormat:
 
     Attributes:
         parser: reads the format.
-        signs: any of these in a chat template shows that the model writes it.
-        others: signs of formats that share one of these but are written differently.
+        signs: all of these in a chat template show that the model writes it.
+        others: signs of formats that share these but are written differently.
         new_id: makes ids of calls.
     """
 
@@ -128,12 +129,15 @@ class ToolFormat:
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template (Jinja source) makes the model write this format."""
-        return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
+        return all(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
 
+
+_QWEN3_CODER = ToolFormat(Qwen3Coder, ("<tool_call>", "<function=", "<parameter="))
 
 FORMATS = {
-    # GLM-4.5 and Qwen3-Coder write XML within the same tags.
     "hermes": ToolFormat(Hermes, ("<tool_call>",), ("<arg_key>", "<function=")),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shadowkv.serve.text.text_reader import Reading, TextReader
 
@@ -40,11 +41,13 @@ class ToolParser(TextReader):
 
     Args:
         new_id: makes ids of calls.
+        tools: that may be called, as chat templates get them.
     """
 
-    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+    def __init__(self, new_id: Callable[[], str] = call_id, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__()
         self._new_id = new_id
+        self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self.calls = 0
         self._parts: list[CallPart] = []
 
@@ -62,12 +65,16 @@ class ToolParser(TextReader):
 
     def _argue(self) -> None:
         """Emits what was read as part of the last call's arguments."""
-        text, index = self._text[self._begin : self._at], self.calls - 1
-        if text and not (self._parts and self._parts[-1].index == index):
-            self._parts.append(CallPart(index))
-        if text:
-            self._parts[-1].arguments += text
+        self._write(self._text[self._begin : self._at])
         self._drop()
+
+    def _write(self, arguments: str) -> None:
+        """Emits JSON as part of the last call's arguments."""
+        index = self.calls - 1
+        if arguments and not (self._parts and self._parts[-1].index == index):
+            self._parts.append(CallPart(index))
+        if arguments:
+            self._parts[-1].arguments += arguments
 
     def _calls(self, separator: str) -> Reading[bool]:
         """Reads calls and their separators, as far as there are any; returns whether there is one."""

@@ -1,0 +1,156 @@
+"""Calls whose arguments are plain text between tags: JSON is made of them by the function's schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import ClassVar
+
+from shadowkv.serve.text.argument_values import STRING, ValueWriter, argument_types, properties
+from shadowkv.serve.text.text_reader import Reading
+from shadowkv.serve.text.tool_parser import ToolParser
+
+NOT_IN_NAMES = " \t\r\n<>"
+
+END = ""
+"""Follows what an answer ends with."""
+
+
+class TaggedCalls(ToolParser):
+    """What formats of such calls share.
+
+    A value may itself contain tags: only one after which the call goes on, or ends, is its end. Strings are emitted as
+    they arrive, other values when they are complete; one that is cut off is left out.
+
+    Attributes:
+        value_ends: tags that end a value -> those of which one follows, white space between.
+        untyped: types of arguments of which the schema says nothing.
+    """
+
+    value_ends: ClassVar[dict[str, tuple[str, ...]]]
+    untyped: ClassVar[frozenset[str]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._end = re.compile("|".join(map(re.escape, cls.value_ends)))
+
+    _end: ClassVar[re.Pattern[str]]
+
+    def _begin_call(self, name: str) -> None:
+        self._open(name)
+        self._name, self._given = name, list[str]()
+        self._write("{")
+
+    @property
+    def _parameters(self) -> object:
+        """The schema of the arguments of the function that is called."""
+        return self._functions.get(self._name, {}).get("parameters")
+
+    def _argument(self, key: str) -> Reading[None]:
+        """Reads the value of an argument up to the tag that ends it, and emits both."""
+        writer = ValueWriter(argument_types(self._parameters, key) or self.untyped)
+        self._write(f"{', ' if self._given else ''}{_quoted(key)}: ")
+        self._given.append(key)
+        if (yield from self._to_value_end(lambda text: self._write(writer.add(text)))):
+            self._write(writer.end())
+
+    def _to_value_end(self, emit: Callable[[str], None]) -> Reading[bool]:
+        """Hands a value on up to the tag that ends it; False where the answer ends before."""
+        self._drop()
+        while True:
+            tag = self._end.search(self._text, self._at)
+            self._at = len(self._text) - self._overlap(*self.value_ends) if tag is None else tag.start()
+            emit(self._text[self._begin : self._at])
+            self._drop()
+            if tag is None and not self._ended:
+                yield
+                continue
+            is_end = None if tag is None else (yield from self._is_value_end(tag.group()))
+            if tag is None or is_end is None:  # what remains may be the beginning of the end
+                self._at = len(self._text)
+                self._drop()
+                return False
+            self._at = self._begin + (0 if is_end else len(tag.group()))
+            if is_end:
+                return True
+
+    def _is_value_end(self, tag: str) -> Reading[bool | None]:
+        """Whether a tag that comes next ends a value; None where the answer ends before that is known. Reads on."""
+        self._at += len(tag)
+        yield from self._blanks()
+        followers = self.value_ends[tag]
+        for follower in followers:
+            if follower != END and (yield from self._sees(follower)):
+                return True
+        rest = self._text[self._at :]
+        if self._ended and any(follower.startswith(rest) for follower in followers):
+            return True if rest in followers else None
+        return False
+
+
+class Qwen3Coder(TaggedCalls):
+    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``, a line for each tag and
+    value. As in vLLM the outer tags may be missing, and so may those that end a value: the function's end ends it, or
+    another parameter that it has and that was not given."""
+
+    _TAGS: ClassVar = {"</parameter>": ("<parameter=", "</function>", "</tool_call>"), "</function>": ("</tool_call>",)}
+    value_ends: ClassVar = {
+        **{f"\n{tag}": followers for tag, followers in _TAGS.items()},
+        **_TAGS,
+        "\n</tool_call>": ("<tool_call>", END),
+        "\n<parameter=": (),
+    }
+    untyped: ClassVar = STRING
+
+    def _read(self) -> Reading[None]:
+        while (yield from self._until("<tool_call>", "<function=")):
+            yield from self._passed("<tool_call>")
+            if not (yield from self._function()):
+                self._say()
+                continue
+            yield from self._passed("</tool_call>")
+            self._drop()
+
+    def _function(self) -> Reading[bool]:
+        """Reads a call; False where it is none."""
+        if not (yield from self._passed("<function=")):
+            return False
+        name = yield from self._up_to(NOT_IN_NAMES)
+        if not name or not (yield from self._passed(">")):
+            return False
+        if not (yield from self._sees("<parameter=")) and not (yield from self._sees("</function>")):
+            return False
+        self._begin_call(name)
+        while (yield from self._passed("<parameter=")):
+            yield from self._parameter()
+            yield from self._blanks()
+            yield from self._passed("</parameter>")
+        if (yield from self._sees("</function>")) or (yield from self._sees("</tool_call>")):
+            self._write("}")
+        yield from self._passed("</function>")
+        self._drop()
+        return True
+
+    def _parameter(self) -> Reading[None]:
+        key = yield from self._up_to(NOT_IN_NAMES)
+        if not key or not (yield from self._sees(">")):
+            yield from self._to_value_end(lambda text: None)  # a tag that is not complete: left out, as in vLLM
+            return
+        self._at += 1
+        if (yield from self._next()) == "\n":
+            self._at += 1
+        yield from self._argument(key)
+
+    def _is_value_end(self, tag: str) -> Reading[bool | None]:
+        if not tag.endswith("="):
+            return (yield from super()._is_value_end(tag))
+        self._at += len(tag)
+        key = yield from self._up_to(NOT_IN_NAMES)
+        if self._ended and self._at == len(self._text):
+            return None
+        is_tag = yield from self._sees(">")
+        return is_tag and key not in self._given and key in properties(self._parameters)
+
+
+def _quoted(key: str) -> str:
+    return ValueWriter(STRING).add(key) + '"'
