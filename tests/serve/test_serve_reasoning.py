@@ -15,6 +15,7 @@ CASES = [
     ("<assistant><think>\n", "Let me see. </think>Paris.", "Let me see.", "Paris."),
     ("<assistant><think>", "<think>Let me </thin</think>", "Let me </thin", ""),
     ("<think>\n\n</think>\n\n", " Paris <think> London", "", " Paris <think> London"),
+    ("<|assistant|>\n<think></think>", "\nParis.", "", "Paris."),
     ("", "<think> For ever ", "For ever ", ""),
     ("", "", "", ""),
 ]
@@ -66,5 +67,5 @@ def test_thoughts_are_sent_back_to_the_template(ask):
 
 
 def test_an_unknown_parser():
-    with pytest.raises(ValueError, match="reasoning_parser='x' must be one of deepseek_r1, qwen3"):
+    with pytest.raises(ValueError, match="reasoning_parser='x' must be one of deepseek_r1, qwen3, glm45"):
         ServerSettings(reasoning_parser="x")

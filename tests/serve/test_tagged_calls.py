@@ -16,7 +16,7 @@ from test_tool_formats import read
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.text.argument_values import json_value
-from shadowkv.serve.text.tagged_calls import Qwen3Coder
+from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
 
 PARAMETERS = {
     "type": "object",
@@ -48,6 +48,12 @@ def qwen(name, *arguments):
     """A call as Qwen3-Coder writes it."""
     lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
     return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
+
+
+def glm(name, *arguments, line="\n"):
+    """A call as GLM-4.5 writes it; GLM-4.7 has no ``line``."""
+    pairs = (f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in arguments)
+    return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
 
 
 EVERY = [
@@ -107,7 +113,28 @@ QWEN = [
         [],
     ),
 ]
-CASES = [(Qwen3Coder, *case) for case in QWEN]
+VALUE = "a</arg_value> b </tool_call>\n"
+GLM = [
+    ("\nJust text.\n", "\nJust text.\n", []),
+    (f"So:\n{glm('g')}\n{glm('f', ('count', '7'))} Done.", "So:Done.", [("g", "{}"), ("f", '{"count": 7}')]),
+    (glm("f", *EVERY), "", [("f", EVERY_JSON)]),
+    (glm("f", *EVERY, line=""), "", [("f", EVERY_JSON)]),
+    (glm("f", ("text", CODE), ("maybe", " a word ")), "", [strings("f", text=CODE, maybe=" a word ")]),
+    (glm("f", ("text", VALUE)), "", [strings("f", text=VALUE)]),
+    (glm("f", ("text", ""), ("count", "many")), "", [strings("f", text="", count="many")]),
+    (glm("f", ("unknown", "1"), ("any", '{"a": [1]}')), "", [("f", '{"unknown": 1, "any": {"a": [1]}}')]),
+    (glm("new", ("x y", "Oslo é")), "", [("new", '{"x y": "Oslo é"}')]),
+    (
+        "<tool_call>f\n<arg_key>text</arg_value>\n<arg_key>count</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "",
+        [("f", '{"count": 1}')],
+    ),
+    ("<tool_call>f\n<arg_key>count</arg_key>\n<arg_value>1", "", [("f", '{"count": ')]),
+    ("<tool_call>f\n<arg_key>text</arg_key><arg_value>abc</arg_v", "", [("f", '{"text": "abc')]),
+    ("Within <tool_call> a name comes, and <arg_key>", "Within <tool_call> a name comes, and <arg_key>", []),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+]
+CASES = [*((Qwen3Coder, *case) for case in QWEN), *((Glm45, *case) for case in GLM)]
 
 
 @pytest.mark.parametrize("kind, text, said, calls", CASES)
@@ -226,10 +253,15 @@ def post():
         app.state.store.close()
 
 
-TEMPLATES = {Qwen3Coder: "{{ tools }}<tool_call>\\n<function=example>\\n<parameter=x>"}
+TEMPLATES = {
+    Qwen3Coder: "{{ tools }}<tool_call>\\n<function=example>\\n<parameter=x>",
+    Glm45: "{{ tools }}<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>",
+}
 
 
-@pytest.mark.parametrize("template, reply", [(TEMPLATES[Qwen3Coder], qwen("f", *EVERY))])
+@pytest.mark.parametrize(
+    "template, reply", [(TEMPLATES[Qwen3Coder], qwen("f", *EVERY)), (TEMPLATES[Glm45], glm("f", *EVERY))]
+)
 def test_calls_whole_and_streamed_by_the_server(post, template, reply):
     reply = f"Let me see.\n{reply}"
     choice = post(template, reply, tools=TOOLS).json()["choices"][0]

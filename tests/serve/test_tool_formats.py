@@ -131,6 +131,7 @@ TEMPLATES = {
     "llama3_json": '{{- \'Respond in the format {"name": function name, "parameters": dictionary\' }}',
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+    "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>",
     None: "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
 }
 

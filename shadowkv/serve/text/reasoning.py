@@ -6,7 +6,7 @@ from shadowkv.serve.text.text_reader import Reading, TextReader
 
 BEGIN, END = "<think>", "</think>"
 
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
+REASONING_PARSERS = ("deepseek_r1", "qwen3", "glm45", "glm47")
 """vLLM's names in ``--reasoning-parser`` for these tags."""
 
 
@@ -20,6 +20,7 @@ class ReasoningParser(TextReader):
     def __init__(self, prompt: str) -> None:
         super().__init__()
         self._is_open = prompt.rstrip().endswith(BEGIN)
+        self._is_closed = prompt.endswith(END)
         self._thought: list[str] = []
         self._answer = self._said
 
@@ -44,5 +45,7 @@ class ReasoningParser(TextReader):
             yield from self._until(END)
             self._said = self._answer
             yield from self._passed(END)
+            self._drop()
+        elif self._is_closed:
             self._drop()
         yield from self._rest()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-from shadowkv.serve.text.argument_values import STRING, ValueWriter, argument_types, properties
+from shadowkv.serve.text.argument_values import ANYTHING, STRING, ValueWriter, argument_types, properties
 from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser
 
@@ -23,10 +24,12 @@ class TaggedCalls(ToolParser):
     they arrive, other values when they are complete; one that is cut off is left out.
 
     Attributes:
+        begins: marks a call may begin with.
         value_ends: tags that end a value -> those of which one follows, white space between.
         untyped: types of arguments of which the schema says nothing.
     """
 
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     value_ends: ClassVar[dict[str, tuple[str, ...]]]
     untyped: ClassVar[frozenset[str]]
 
@@ -35,6 +38,19 @@ class TaggedCalls(ToolParser):
         cls._end = re.compile("|".join(map(re.escape, cls.value_ends)))
 
     _end: ClassVar[re.Pattern[str]]
+
+    def _read(self) -> Reading[None]:
+        while (yield from self._until(*self.begins)):
+            yield from self._passed("<tool_call>")
+            if not (yield from self._function()):
+                self._say()
+                continue
+            yield from self._passed("</tool_call>")
+            self._drop()
+
+    @abstractmethod
+    def _function(self) -> Reading[bool]:
+        """Reads a call within its outer tags; False where it is none."""
 
     def _begin_call(self, name: str) -> None:
         self._open(name)
@@ -100,19 +116,10 @@ class Qwen3Coder(TaggedCalls):
         "\n</tool_call>": ("<tool_call>", END),
         "\n<parameter=": (),
     }
+    begins: ClassVar = ("<tool_call>", "<function=")
     untyped: ClassVar = STRING
 
-    def _read(self) -> Reading[None]:
-        while (yield from self._until("<tool_call>", "<function=")):
-            yield from self._passed("<tool_call>")
-            if not (yield from self._function()):
-                self._say()
-                continue
-            yield from self._passed("</tool_call>")
-            self._drop()
-
     def _function(self) -> Reading[bool]:
-        """Reads a call; False where it is none."""
         if not (yield from self._passed("<function=")):
             return False
         name = yield from self._up_to(NOT_IN_NAMES)
@@ -150,6 +157,32 @@ class Qwen3Coder(TaggedCalls):
             return None
         is_tag = yield from self._sees(">")
         return is_tag and key not in self._given and key in properties(self._parameters)
+
+
+class Glm45(TaggedCalls):
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``, of GLM-4.5 and 4.6 with line
+    ends between the tags, of GLM-4.7 without. A pair that is not complete is left out, as in vLLM."""
+
+    value_ends: ClassVar = {"</arg_value>": ("<arg_key>", "</tool_call>")}
+    untyped: ClassVar = ANYTHING
+
+    def _function(self) -> Reading[bool]:
+        name = yield from self._up_to(NOT_IN_NAMES)
+        yield from self._blanks()
+        if not name or not ((yield from self._sees("<arg_key>")) or (yield from self._sees("</tool_call>"))):
+            return False
+        self._begin_call(name)
+        while (yield from self._passed("<arg_key>")):
+            key = (yield from self._up_to("<")).strip()
+            if (yield from self._passed("</arg_key>")) and (yield from self._sees("<arg_value>")):
+                self._at += len("<arg_value>")
+                yield from self._argument(key)
+            else:
+                yield from self._to_value_end(lambda text: None)
+            yield from self._passed("</arg_value>")
+        if (yield from self._sees("</tool_call>")):
+            self._write("}")
+        return True
 
 
 def _quoted(key: str) -> str:

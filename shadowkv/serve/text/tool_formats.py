@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shadowkv.serve.text.tagged_calls import Qwen3Coder
+from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
 from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
@@ -133,11 +133,14 @@ class ToolFormat:
 
 
 _QWEN3_CODER = ToolFormat(Qwen3Coder, ("<tool_call>", "<function=", "<parameter="))
+_GLM45 = ToolFormat(Glm45, ("<tool_call>", "<arg_key>", "<arg_value>"))
 
 FORMATS = {
     "hermes": ToolFormat(Hermes, ("<tool_call>",), ("<arg_key>", "<function=")),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
+    "glm45": _GLM45,
+    "glm47": _GLM45,
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
 }
