@@ -20,6 +20,9 @@ _MAX_HELD = 32
 END_OF_CONTENT = f"End{secrets.token_hex(16)}"
 """What no message has and a template keeps: written after the message that is to be continued."""
 
+HARMONY_ENDS = ("<|call|>", "<|return|>")
+"""Tokens that each end an answer of gpt-oss, of which files may name one."""
+
 LONG_TOKENS = 1_000
 """Decoding fewer takes less time than waiting for another thread's turn."""
 
@@ -96,6 +99,9 @@ class Tokenizer:
         self.bos_token_id: int | None = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
+        harmony = [token for text in HARMONY_ENDS if (token := backend.token_to_id(text)) is not None]
+        if len(harmony) == len(HARMONY_ENDS):
+            self.eos_token_ids |= set(harmony)
         self.chat_encoder = ChatEncoder(backend)
         self.use_template(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []

@@ -12,8 +12,14 @@ from itertools import chain
 from pathlib import Path
 
 from shadowkv.installation import adding
-from shadowkv.serve.text.reasoning import REASONING_PARSERS
-from shadowkv.serve.text.tool_formats import FORMATS, tool_format
+from shadowkv.serve.text.tool_formats import (
+    FORMATS,
+    HARMONY,
+    HARMONY_THOUGHTS,
+    REASONING_PARSERS,
+    ToolFormat,
+    tool_format,
+)
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
@@ -115,6 +121,10 @@ class ServerSettings:
             bad.append(f"tool_call_parser={self.tool_call_parser!r} must be one of {', '.join(FORMATS)}")
         if self.reasoning_parser not in (None, *REASONING_PARSERS):
             bad.append(f"reasoning_parser={self.reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
+        calls, thoughts = self.tool_call_parser, self.reasoning_parser
+        if None not in (calls, thoughts) and (calls == HARMONY) != (thoughts == HARMONY_THOUGHTS):
+            reason = f"{HARMONY!r} and {HARMONY_THOUGHTS!r} are one format"
+            bad.append(f"tool_call_parser={calls!r} does not go with reasoning_parser={thoughts!r}: {reason}")
         if bad:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
 
@@ -148,11 +158,21 @@ class ServerSettings:
         """The name in answers, where a request names the model by another of its names; else what it ``asked`` for."""
         return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
+    def tool_format(self, template: str | None) -> ToolFormat | None:
+        """How the model writes calls, by flag or by its chat template; None if neither tells."""
+        thoughts = HARMONY if self.reasoning_parser == HARMONY_THOUGHTS else None
+        return tool_format(self.tool_call_parser or thoughts, template)
+
     def check_template(self, template: str | None) -> None:
-        """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
-        if self.enable_auto_tool_choice and tool_format(self.tool_call_parser, template) is None:
+        """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format, and
+        where the template's format has other thoughts than the flag."""
+        known = self.tool_format(template)
+        if self.enable_auto_tool_choice and known is None:
             reason = "the chat template does not tell how the model writes calls of tools"
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
+        if known is not None and known.reasoning is not None and self.reasoning_parser not in (None, HARMONY_THOUGHTS):
+            reason = f"the chat template is one of gpt-oss's; leave it out, or pass {HARMONY_THOUGHTS}"
+            raise ValueError(f"--reasoning-parser {self.reasoning_parser}: {reason}")
 
     def check_surroundings(self) -> None:
         """Raises ValueError where TLS files, the library for traces or a folder are requested and cannot be used."""
@@ -255,7 +275,7 @@ class ServerSettings:
         group.add_argument("--storage-dir", metavar="DIR", help=text)
         text = "how the model writes calls of tools (default: as its chat template tells)"
         group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
-        text = "thoughts within <think> and </think> are told apart from the answer (default: part of it)"
+        text = "thoughts within <think> and </think> are told apart from the answer (default: only gpt-oss's)"
         group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
         text = "do not start where it is not known how the model writes calls of tools"
         group.add_argument("--enable-auto-tool-choice", action="store_true", default=None, help=text)

@@ -46,6 +46,11 @@ class Chat(Endpoint):
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error
 
+    def opening(self, request: ChatRequest) -> list[int]:
+        if self.tool_format is None or request.output_schema is None or not request.has_next_turn:
+            return []
+        return self.tokenizer.encode(self.tool_format.opening, add_special_tokens=False)
+
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
         """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
         chosen, known = request.chosen_tools, self.tool_format
@@ -53,7 +58,7 @@ class Chat(Endpoint):
             new_id = call_id if known is None else known.new_id
             return Listed(new_id) if chosen.name is None else Named(chosen.name, new_id)
         if not request.parses_calls:
-            return None
+            return known.parser(known.new_id) if known is not None and self._has_own_format(request) else None
         if known is None:
             reason = (
                 "tool_choice 'auto' needs to know how the model writes calls, which its chat template does not tell"
@@ -63,9 +68,20 @@ class Chat(Endpoint):
         return known.parser(known.new_id, request.tools)
 
     def reasoning_parser(self, request: ChatRequest, prompt: list[int]) -> ReasoningParser | None:
-        if self.settings.reasoning_parser is None or request.output_schema is not None:  # JSON has no room for thoughts
+        kind = None if self.tool_format is None else self.tool_format.reasoning
+        if self.settings.reasoning_parser is not None:
+            kind = kind or ReasoningParser
+        if kind is None or request.output_schema is not None:  # JSON has no room for thoughts
             return None
-        return ReasoningParser(self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False))
+        return kind(self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False))
+
+    def reads_special_tokens(self, request: ChatRequest) -> bool:
+        return request.parses_calls or self._has_own_format(request)
+
+    def _has_own_format(self, request: ChatRequest) -> bool:
+        """Whether an answer is in the model's format even where it calls nothing."""
+        known = self.tool_format
+        return known is not None and known.reasoning is not None and request.output_schema is None
 
 
 class EventOutput(Protocol):

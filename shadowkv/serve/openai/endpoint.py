@@ -28,7 +28,6 @@ from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tokenization import in_turn
-from shadowkv.serve.text.tool_formats import tool_format
 from shadowkv.serve.text.tool_parser import ToolParser
 from shadowkv.wording import counted
 
@@ -55,7 +54,7 @@ class Endpoint(ABC):
 
     def __init__(self, tokenizer: Tokenizer, settings: ServerSettings | None = None) -> None:
         self.tokenizer, self.settings = tokenizer, settings or ServerSettings()
-        self.tool_format = tool_format(self.settings.tool_call_parser, tokenizer.chat_template)
+        self.tool_format = self.settings.tool_format(tokenizer.chat_template)
 
     def request(self, body: Any) -> GenerationRequest:
         """The request in a body."""
@@ -74,6 +73,10 @@ class Endpoint(ABC):
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
         """Token ids of every prompt; raises ApiError, at the latest for one with many more than ``limit``."""
 
+    def opening(self, request: Any) -> list[int]:
+        """Token ids behind every prompt that begin the answer, as it cannot itself."""
+        return []
+
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
         """What each prompt's answers begin with, if the request asks for an echo."""
         return None
@@ -85,6 +88,10 @@ class Endpoint(ABC):
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
         """The reader of thoughts in a choice's text; None if they are part of the text."""
         return None
+
+    def reads_special_tokens(self, request: Any) -> bool:
+        """Whether a choice's text has to have its special tokens, for the readers."""
+        return False
 
     @abstractmethod
     async def answer(self, job: Job) -> dict[str, Any]:
@@ -179,9 +186,12 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     name = endpoint.new_id(body, None if record is None else record.id)
 
     def encode() -> Job:
+        opening = endpoint.opening(request)
         prompts = endpoint.prompts(request, engine.max_model_len)
+        prompts = [prompt + opening for prompt in prompts] if opening else prompts
+        skip = not endpoint.reads_special_tokens(request)
         choices = [
-            engine_request(engine, prompt, params, owner)
+            engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner)
             for prompt in prompts
             for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -12,6 +13,7 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_T
 from shadowkv.serve.openai.documents import FilePart
 from shadowkv.serve.openai.tools import Tools
 from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.text.tool_formats import FORMATS, HARMONY
 
 RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special")
@@ -232,6 +234,8 @@ class Conversation(Body):
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
     """Messages, and the other variables, for a chat template (Jinja source)."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
+    if FORMATS[HARMONY].is_in(template or ""):
+        turns, tools = _harmony_turns(turns), [_described(tool) for tool in tools]
     if "tool" in (template or ""):
         return turns, {"tools": tools or None, **conversation.template_variables}
     return in_words(turns, tools), conversation.template_variables
@@ -256,6 +260,34 @@ def _with_names(turns: list[Turn]) -> list[Turn]:
     return [
         {"name": names[turn["tool_call_id"]], **turn} if turn.get("tool_call_id") in names else turn for turn in turns
     ]
+
+
+def _harmony_turns(turns: list[Turn]) -> list[Turn]:
+    """Messages as gpt-oss's templates read them: thoughts are ``thinking``; each call is a message of its own, which
+    its result follows; and what was said before a call belongs to the thoughts, as such a message has room for one."""
+    groups: list[list[Turn]] = []
+    group_of: dict[str, list[Turn]] = {}
+    for turn in turns:
+        thought = turn.get("reasoning_content", "")
+        turn = {name: value for name, value in turn.items() if name != "reasoning_content"}
+        if turn["role"] == "tool" and turn["tool_call_id"] in group_of:
+            group_of[turn["tool_call_id"]].append(turn)
+            continue
+        calls = turn.get("tool_calls", ())
+        if calls:
+            thought, turn = "\n".join(filter(None, (thought, turn["content"]))), {**turn, "content": ""}
+        first = {**turn, "thinking": thought} if thought else turn
+        if not calls:
+            groups.append([first])
+        for number, call in enumerate(calls):
+            group_of[call["id"]] = [{**(turn if number else first), "tool_calls": [call]}]
+            groups.append(group_of[call["id"]])
+    return list(chain.from_iterable(groups))
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with a description, which gpt-oss's templates require."""
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def _in_words(turn: Turn) -> Turn:

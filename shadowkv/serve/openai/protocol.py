@@ -254,7 +254,7 @@ class GenerationRequest(Sampling):
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model chooses whether to call tools, in its own format, which may contain special tokens."""
+        """Whether the model chooses whether to call tools, in its own format."""
         return False
 
     @property
@@ -291,7 +291,6 @@ class GenerationRequest(Sampling):
             "grammar": None,
             kind: schema,
             "json_one_line": self.on_one_line,
-            "skip_special_tokens": not self.parses_calls,
             "return_progress": self.return_progress and self.stream,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),

@@ -7,11 +7,16 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shadowkv.serve.text.harmony import FINAL, Harmony, HarmonyReasoning
+from shadowkv.serve.text.reasoning import TAGGED, ReasoningParser
 from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
 from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
 MISTRAL_ID_CHARS = 9
+
+HARMONY, HARMONY_THOUGHTS = "openai", "openai_gptoss"
+"""vLLM's names of gpt-oss's format, in ``--tool-call-parser`` and in ``--reasoning-parser``."""
 
 
 class Hermes(ToolParser):
@@ -120,12 +125,17 @@ class ToolFormat:
         signs: all of these in a chat template show that the model writes it.
         others: signs of formats that share these but are written differently.
         new_id: makes ids of calls.
+        reasoning: reads the thoughts, where they are told apart by the same marks: then an answer is read even if there
+            are no tools, and special tokens are part of what is read.
+        opening: begins an answer that follows a schema, which has no room for it.
     """
 
     parser: type[ToolParser]
     signs: tuple[str, ...]
     others: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
+    reasoning: type[ReasoningParser] | None = None
+    opening: str = ""
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template (Jinja source) makes the model write this format."""
@@ -143,7 +153,10 @@ FORMATS = {
     "glm47": _GLM45,
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
+    HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=FINAL),
 }
+
+REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
