@@ -18,7 +18,7 @@ from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest
-from shadowkv.serve.text.harmony import FINAL, Harmony, HarmonyReasoning
+from shadowkv.serve.text.harmony import FINAL, Harmony, HarmonyReasoning, opening
 
 PROMPT = "<|start|>assistant"
 TEMPLATE = """
@@ -180,6 +180,7 @@ def test_what_follows_a_schema_begins_behind_the_header_of_an_answer(ask):
     assert ask.engine.prompts[-1].endswith(f"<assistant>{FINAL}") and ask.engine.params[-1].skip_special_tokens
     ask(SAID)
     assert not ask.engine.prompts[-1].endswith(FINAL)
+    assert opening(f"{PROMPT}{FINAL}") == "", "a template that writes it itself"
 
 
 def earlier_call(number, name="weather"):

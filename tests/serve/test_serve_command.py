@@ -59,7 +59,7 @@ def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
         monkeypatch.setattr(command, "start_engine", lambda config, compare, template=template: process(template))
         assert command.main([*flags, *(["--tool-call-parser", *more] if more else [])]) == code
-        assert not code or "add --tool-call-parser hermes|llama3_json|mistral" in error_line(capsys)
+        assert not code or "add --tool-call-parser hermes|qwen3_coder|" in error_line(capsys)
     assert served == [None, "hermes"]
 
 

@@ -21,7 +21,7 @@ from shadowkv.serve.text.tool_formats import Listed, Named
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
 END_TOKENS = 16
-"""Final tokens of a prompt that are searched for the beginning of the thoughts, which some templates write."""
+"""Final tokens of a prompt that are searched for the beginning of the answer, which some templates write."""
 
 
 class Chat(Endpoint):
@@ -46,10 +46,11 @@ class Chat(Endpoint):
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error
 
-    def opening(self, request: ChatRequest) -> list[int]:
-        if self.tool_format is None or request.output_schema is None or not request.has_next_turn:
+    def opening(self, request: ChatRequest, prompt: list[int]) -> list[int]:
+        opening = None if self.tool_format is None else self.tool_format.opening
+        if opening is None or request.output_schema is None or not request.has_next_turn:
             return []
-        return self.tokenizer.encode(self.tool_format.opening, add_special_tokens=False)
+        return self.tokenizer.encode(opening(self._end(prompt)), add_special_tokens=False)
 
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
         """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
@@ -73,10 +74,13 @@ class Chat(Endpoint):
             kind = kind or ReasoningParser
         if kind is None or request.output_schema is not None:  # JSON has no room for thoughts
             return None
-        return kind(self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False))
+        return kind(self._end(prompt))
 
     def reads_special_tokens(self, request: ChatRequest) -> bool:
         return request.parses_calls or self._has_own_format(request)
+
+    def _end(self, prompt: list[int]) -> str:
+        return self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
 
     def _has_own_format(self, request: ChatRequest) -> bool:
         """Whether an answer is in the model's format even where it calls nothing."""

@@ -73,8 +73,8 @@ class Endpoint(ABC):
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
         """Token ids of every prompt; raises ApiError, at the latest for one with many more than ``limit``."""
 
-    def opening(self, request: Any) -> list[int]:
-        """Token ids behind every prompt that begin the answer, as it cannot itself."""
+    def opening(self, request: Any, prompt: list[int]) -> list[int]:
+        """Token ids behind a prompt that begin the answer, as it cannot itself."""
         return []
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
@@ -186,9 +186,9 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     name = endpoint.new_id(body, None if record is None else record.id)
 
     def encode() -> Job:
-        opening = endpoint.opening(request)
         prompts = endpoint.prompts(request, engine.max_model_len)
-        prompts = [prompt + opening for prompt in prompts] if opening else prompts
+        for prompt in prompts:
+            prompt.extend(endpoint.opening(request, prompt))
         skip = not endpoint.reads_special_tokens(request)
         choices = [
             engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner)

@@ -27,10 +27,15 @@ HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, " to=")
 CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 FINAL = f"<|channel|>final{MESSAGE}"
-"""The header of an answer itself."""
+"""Header of an answer's text."""
 
 FUNCTIONS = "functions."
 """What recipients that are functions of the client begin with."""
+
+
+def opening(prompt: str) -> str:
+    """What has to come before an answer that is text from its first token on, at this end of a prompt."""
+    return "" if prompt.endswith(MESSAGE) else FINAL
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shadowkv.serve.text.harmony import FINAL, Harmony, HarmonyReasoning
+from shadowkv.serve.text.harmony import Harmony, HarmonyReasoning, opening
 from shadowkv.serve.text.reasoning import TAGGED, ReasoningParser
 from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
 from shadowkv.serve.text.text_reader import Reading
@@ -127,7 +127,7 @@ class ToolFormat:
         new_id: makes ids of calls.
         reasoning: reads the thoughts, where they are told apart by the same marks: then an answer is read even if there
             are no tools, and special tokens are part of what is read.
-        opening: begins an answer that follows a schema, which has no room for it.
+        opening: what has to come between a prompt, whose end it gets, and an answer that follows a schema.
     """
 
     parser: type[ToolParser]
@@ -135,7 +135,7 @@ class ToolFormat:
     others: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
     reasoning: type[ReasoningParser] | None = None
-    opening: str = ""
+    opening: Callable[[str], str] | None = None
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template (Jinja source) makes the model write this format."""
@@ -153,7 +153,7 @@ FORMATS = {
     "glm47": _GLM45,
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
-    HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=FINAL),
+    HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=opening),
 }
 
 REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
