@@ -232,7 +232,7 @@ def _load(
         in_fp8 = quantised(model, targets)
         others = {weight: form for weight, form in files.forms.items() if weight not in in_fp8}
         notes += [] if files.method is None else storage.in_fp8(files.forms, in_fp8)
-    notes += storage.dequantised(others, shapes, dtype, device)
+    notes += storage.dequantised(others, shapes, dtype, device, config.quantization)
     return model, tuple(notes)
 
 

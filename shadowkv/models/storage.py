@@ -30,14 +30,17 @@ Forms = Mapping[str, Form]
 def kept(forms: Forms, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
     """Those of the weights that stay in their form where activations are in ``dtype``: where there are products for it,
     for experts on a GPU there are none. Others are dequantised as they load."""
-    return {name: form for name, form in forms.items() if _keeps(name, form, dtype, device)}
-
-
-def _keeps(name: str, form: Form, dtype: torch.dtype, device: torch.device) -> bool:
     backend = choose("quantised_matmul", device).backend
     if device.type == "cuda":
-        return backend == "humming" and humming.takes(form, dtype) and not _of_experts(name)
-    return isinstance(form, GroupForm) or (backend == "cpu" and in_blocks(form))
+        small = {name: form for name, form in on_gpus(forms).items() if humming.takes(form, dtype)}
+        return small if backend == "humming" else {}
+    in_cpp = backend == "cpu"
+    return {name: form for name, form in forms.items() if isinstance(form, GroupForm) or (in_cpp and in_blocks(form))}
+
+
+def on_gpus(forms: Forms) -> dict[str, Form]:
+    """Those of the weights that a GPU may multiply in their form: experts none does."""
+    return {name: form for name, form in forms.items() if not _of_experts(name)}
 
 
 def _of_experts(name: str) -> bool:
@@ -83,29 +86,42 @@ def planned_runs(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tu
 
 
 def dequantised(
-    forms: Forms, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    forms: Forms,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
 ) -> list[str]:
-    """A line that says which weights are dequantised as they load, and what that takes."""
-    if not forms:
-        return []
-    stored = sum(prod(shapes[name][:-1]) * row_bytes(form, shapes[name][-1]) for name, form in forms.items())
-    plain = sum(prod(shapes[name]) for name in forms) * dtype.itemsize
-    names = " and ".join(sorted({form.name for form in forms.values()}))
-    sizes = f"{plain / GIB:.2f} GiB instead of {stored / GIB:.2f}"
-    why = [f"on {device} nothing multiplies them as they are"]
-    if device.type == "cuda":
-        why = humming.missing() or [f"on {device} {why_not(forms, dtype)}"]
-    return [
-        f"{counted(len(forms), 'weight')} in {names} are dequantised to {str(dtype).removeprefix('torch.')}, {sizes}: "
-        f"{'; '.join(why)}"
-    ]
+    """What of the weights is dequantised as they load and what that takes, a line for each reason; ``quantization`` is
+    that of the products."""
+    names_of: dict[str, list[str]] = {}
+    for name in forms:
+        names_of.setdefault(_why(name, dtype, device, quantization), []).append(name)
+    lines = []
+    for why, names in names_of.items():
+        stored = sum(prod(shapes[name][:-1]) * row_bytes(forms[name], shapes[name][-1]) for name in names)
+        plain = sum(prod(shapes[name]) for name in names) * dtype.itemsize
+        what = " and ".join(sorted({forms[name].name for name in names}))
+        lines.append(
+            f"{counted(len(names), 'weight')} in {what} are dequantised to {str(dtype).removeprefix('torch.')}, "
+            f"{plain / GIB:.2f} GiB instead of {stored / GIB:.2f}: {why}"
+        )
+    return lines
 
 
-def why_not(forms: Forms, dtype: torch.dtype) -> str:
-    """Why a GPU that multiplies weights in few bits does not multiply these with activations in ``dtype``."""
-    if dtype != torch.bfloat16:
-        return f"weights stay as they are with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
-    return f"nothing multiplies {'experts' if all(map(_of_experts, forms)) else 'them'} as they are"
+def _why(name: str, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
+    """Why a weight does not stay as it is."""
+    experts = device.type == "cuda" and _of_experts(name)
+    if device.type == "cuda" and not experts:
+        if quantization is not None:
+            return f"quantization={quantization!r} keeps projections alone in few bits"
+        if missing := humming.missing():
+            return "; ".join(missing)
+        if dtype != torch.bfloat16:
+            return (
+                f"on {device} weights stay as they are with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
+            )
+    return f"on {device} nothing multiplies {'experts' if experts else 'them'} as they are"
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:

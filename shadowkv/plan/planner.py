@@ -16,7 +16,7 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import planned_runs
+from shadowkv.models.storage import on_gpus, planned_runs
 from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
@@ -104,7 +104,7 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     For a model that is split across ranks the figures are one rank's, and communication between ranks takes no time.
-    Weights in ``forms``, by name, are planned as they are stored.
+    Weights in ``forms``, by name, are planned as they are stored, but for experts, which GPUs hold dequantised.
 
     Attributes:
         shard: that rank's part; ``config`` is the model as the rank sees it.
@@ -112,6 +112,7 @@ class Planner:
         weights: how they are stored, in words.
         quantization: how those of projections are quantised, in words; None if they are not.
         weight_bytes: of the whole model.
+        plain_experts: forms of the experts that are dequantised, in words; empty where there are none.
         dequantised_bytes: of it with weights in ``forms`` dequantised, as a GPU without products for them holds them;
             None where there are none.
         bytes_read: bytes of the weights that a step of so many sequences reads (``Decoder.bytes_read``).
@@ -136,8 +137,9 @@ class Planner:
         self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
-        group = Group(shard.rank, shard.size)
-        model = Decoder(config, dtype, "meta", planned_runs(shard, forms, dtype), group)
+        group, small = Group(shard.rank, shard.size), on_gpus(forms)
+        self.plain_experts = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
+        model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None

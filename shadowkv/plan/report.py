@@ -67,11 +67,18 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
 
 def _dequantised(planner: Planner) -> list[str]:
     """What the figures assume of quantised weights."""
+    lines = []
+    if planner.plain_experts:
+        dtype = str(planner.dtype).removeprefix("torch.")
+        lines.append(
+            f"         experts in {planner.plain_experts} counted in {dtype}: no GPU multiplies them as they are"
+        )
     if planner.dequantised_bytes is None:
-        return []
+        return lines
     return [
+        *lines,
         "         in the files' form, for GPUs with humming-kernels (the extra gpu); without it they are dequantised "
-        f"as they load, {planner.dequantised_bytes / GIB:.2f} GiB"
+        f"as they load, {planner.dequantised_bytes / GIB:.2f} GiB",
     ]
 
 

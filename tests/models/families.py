@@ -104,6 +104,12 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [3],
     },
     "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 48},
+    "qwen2_moe-window": {
+        **{**WINDOW, **EXPERTS, "model_type": "qwen2_moe", "head_dim": 12, "shared_expert_intermediate_size": 48},
+        **{"max_window_layers": 1, "num_hidden_layers": 3},
+    },
+    "qwen3_moe-window": {**WINDOW, **EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True},
+    "mixtral-window": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {**GLM_EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3},
     "glm4_moe-qk-norm": {**GLM_EXPERTS, "use_qk_norm": True, "norm_topk_prob": False, "n_shared_experts": 2},

@@ -41,6 +41,16 @@ def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     assert loaded.model.num_bytes == 4 * expected
 
 
+@pytest.mark.parametrize("name", ["qwen2-window", "qwen2_moe-window"])
+def test_which_layers_have_a_window_older_configs_do_not_list(name: str, tmp_path: Path) -> None:
+    build(name, tmp_path)
+    file, listed = tmp_path / "config.json", load_config(tmp_path)
+    content = json.loads(file.read_text())
+    assert len(set(content.pop("layer_types"))) == 2
+    file.write_text(json.dumps(content))
+    assert load_config(tmp_path) == listed
+
+
 @pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")], ids=str)
 def test_the_text_model_of_gemma3_is_loaded_alone(prefixes: tuple[str, str], tmp_path: Path) -> None:
     oracle = build("gemma3-linear", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,35 @@ def test_where_nothing_multiplies_them_they_are_dequantised_and_said(
             why = "; ".join(humming.missing()) or "on cuda weights stay as they are with dtype='bfloat16', not float16"
         line = f"13 weights in int4-g64 are dequantised to float16, 0.00 GiB instead of 0.00: {why}"
         assert ours.notes == (line,)
+
+
+INT4, EXPERT = GroupForm("int4", 128, torch.float16), "model.layers.0.mlp.experts.3.up_proj.weight"
+MIXED = {"model.layers.0.self_attn.q_proj.weight": INT4, EXPERT: INT4}
+"""Weights of one layer, [64, 128] each."""
+
+
+def test_on_a_gpu_experts_do_not_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, dtype = torch.device("cuda"), torch.bfloat16
+    for backend, names in (("humming", [next(iter(MIXED))]), ("reference", [])):
+        monkeypatch.setattr(storage, "choose", lambda *_, backend=backend: SimpleNamespace(backend=backend))
+        assert [*storage.kept(MIXED, dtype, cuda)] == names
+    assert storage.kept(MIXED, dtype, torch.device("cpu")) == MIXED
+
+
+def test_each_reason_why_weights_are_dequantised_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is not named where it would not help."""
+    monkeypatch.setattr(humming, "missing", lambda: ["it is not here"])
+    shapes, cuda = dict.fromkeys(MIXED, (64, 128)), torch.device("cuda")
+
+    def reasons(quantization: str | None) -> list[str]:
+        lines = storage.dequantised(MIXED, shapes, torch.bfloat16, cuda, quantization)
+        start = "1 weight in int4-g128 are dequantised to bfloat16, 0.00 GiB instead of 0.00: "
+        assert all(line.startswith(start) for line in lines)
+        return [line.removeprefix(start) for line in lines]
+
+    of_experts = "on cuda nothing multiplies experts as they are"
+    assert reasons(None) == ["it is not here", of_experts]
+    assert reasons("fp8") == ["quantization='fp8' keeps projections alone in few bits", of_experts]
 
 
 def test_scales_of_caches_are_not_used_and_said(tmp_path: Path) -> None:

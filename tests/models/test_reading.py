@@ -66,7 +66,7 @@ def test_who_stops_early_leaves_no_thread_behind() -> None:
     counted = Counted([1] * 50)
     stream = read_ahead(counted.reading(number) for number in range(50))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
     assert counted.began <= 11
 

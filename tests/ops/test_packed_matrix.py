@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from test_quantised_groups import FORMS, random_rows
 from torch import Tensor
 
 from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.models import Decoder, load_config
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
 from shadowkv.ops.registry import Ops
@@ -22,6 +24,13 @@ def stand_in(rows: QuantisedRows) -> PackedRows:
     """Packed rows whose numbers are found by their name."""
     KEPT[name := f"{len(KEPT)}"] = QuantisedRows(tuple(tensor.clone() for tensor in rows.tensors), rows.form)
     return PackedRows(name, {"weight": torch.zeros(len(rows), 7)}, rows.columns, len(rows))
+
+
+def test_a_model_without_such_weights_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "humming", None)  # cannot be imported
+    model = Decoder(load_config("smollm2-135m-instruct"), torch.bfloat16, "meta")
+    model.pack()
+    assert model.forms == []
 
 
 @pytest.fixture

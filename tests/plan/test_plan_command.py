@@ -100,6 +100,18 @@ def test_steps_read_the_experts_that_their_tokens_are_expected_to_touch(capsys: 
     assert any(line.startswith("experts  128 in 48 layers, 8 a token: 54.00 GiB of the weights; ") for line in lines)
 
 
+def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--model", "qwen3-30b-a3b-2507", "--quantization", "gptq", "--context", "32768", "--kv", "full"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["expert_weight_bytes"] == 48 * 128 * 3 * 2048 * 768 * 2
+    attention, table = 48 * 2048 * (2 * 4096 + 2 * 512), 151936 * 2048 * 2
+    others = found["weight_bytes"] - found["expert_weight_bytes"] - 2 * table
+    assert 0.5 * attention < others < 0.6 * attention  # 4 bits, scales and zero points, and some plain numbers
+    assert main(command) == 0
+    assert "experts in int4-g128 counted in bfloat16: no GPU multiplies them as they are" in capsys.readouterr().out
+
+
 def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     plain = run_json(capsys, "--kv", "full", "shadowkv")
     wider = run_json(capsys, "--kv", "full", "shadowkv", "--kv-rank", "512", "--kv-budget", "4096", "--hit-rate", "0")

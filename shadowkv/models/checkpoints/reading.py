@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ class Reading:
     read: Callable[[], Stored]
 
 
-def read_ahead(readings: Iterable[Reading]) -> Iterator[tuple[str, Stored]]:
+def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
     """Name and weight of each, in order; raises what reading one raises, in its place."""
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     queue, waiting, taken = iter(readings), deque[tuple[Reading, Future[Stored]]](), 0

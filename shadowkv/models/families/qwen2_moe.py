@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.layers.spec import Experts, Routing
-from shadowkv.models.configs.config_json import wrong_fields
+from shadowkv.models.configs.config_json import window_of
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families import qwen2
@@ -22,9 +23,9 @@ FIELDS = (
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen2_moe`` config; raises ValueError where it cannot be run."""
-    if hf.get("layer_types") is None and wrong_fields(hf) == []:
-        hf = hf | {"layer_types": _layer_types(hf)}
     config = qwen2.config_from_hf(hf, max_model_len)
+    if hf.get("layer_types") is None and hf.get("use_sliding_window"):
+        config = replace(config, layer_kinds=_kinds(config.num_layers, window_of(hf), hf.get("max_window_layers")))
     fields = expert_fields(
         hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
     )
@@ -39,13 +40,10 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     return replace(config, qkv_bias=bias, experts=experts, dense_layers=dense)
 
 
-def _layer_types(hf: dict[str, Any]) -> list[str]:
+def _kinds(layers: int, window: LayerKind, first_full: int | None) -> tuple[LayerKind, ...]:
     """Where a config does not say it: of the first layers every other one has the window, as in Transformers."""
-    first_full = hf.get("max_window_layers", qwen2.FIRST_WINDOW)
-    return [
-        "full_attention" if layer % 2 or layer >= first_full else "sliding_attention"
-        for layer in range(hf["num_hidden_layers"])
-    ]
+    with_window = range(0, min(layers, qwen2.FIRST_WINDOW if first_full is None else first_full), 2)
+    return tuple(window if layer in with_window else FULL for layer in range(layers))
 
 
 def targets(config: ModelConfig) -> Targets:

@@ -213,11 +213,11 @@ def _let_the_compiler_find_its_parts() -> None:
 def compile_kernels(packed: Iterable[PackedRows]) -> None:
     """Compiles what products with rows [N, K] need and loads it into the GPU, so that graphs can capture them: on all
     processors, with a progress bar if the output is a terminal."""
+    layers = {rows.layer: rows for rows in packed}
+    if not layers:  # then the library need not be there
+        return
     from humming.utils.cpu import get_parallel_build_workers
 
-    layers = {rows.layer: rows for rows in packed}
-    if not layers:
-        return
     device = next(iter(layers.values())).tensors["weight"].device
     wanted = [(layer, tokens) for tokens in (MANY, *reversed(BATCHES)) for layer in layers]
     with ThreadPoolExecutor(get_parallel_build_workers()) as pool:

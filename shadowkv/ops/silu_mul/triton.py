@@ -1,4 +1,4 @@
-"""silu(gate) * up in one Triton kernel."""
+"""activation(gate) * up in one Triton kernel, for SiLU and for GELU (``gelu_mul``)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ BLOCK = 1024
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Same as the reference."""
+    return multiply(gate_up, gelu=False)
+
+
+def multiply(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """[..., 2n], gate before up -> [..., n]; by the approximation of GELU with tanh, or by SiLU."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul[(out.numel() // size, triton.cdiv(size, BLOCK))](gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=4)
+    grid = out.numel() // size, triton.cdiv(size, BLOCK)
+    _multiply[grid](gate_up, out, GELU=gelu, SIZE=size, BLOCK=BLOCK, num_warps=4)
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _multiply(gate_up, out, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < SIZE).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < SIZE)
-    gated = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up  # rounded in between, as in PyTorch
+    if GELU:  # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); the factor is 2 times the root of 2 / pi
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between, as in PyTorch
     tl.store(out + row * SIZE + column, gated, mask=column < SIZE)
