@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 
+from shadowkv.models.tokenization.tokenizer import Tokenizer
 from training.batches import Lengths, RetrievalBatches, chat_batches, in_order
 from training.chats import Chat
 from training.losses import divergence, retrieval_loss
 from training.model import Base, Lora
-from training.samples import tokenizer_of
+from training.samples import Tokens, tokenizer_of
 
 LM_WEIGHT = 0.05
 WARM_UP_STEPS = 30
@@ -97,7 +99,7 @@ class Training:
         if self._state.exists():
             self._resume()
         tokenizer = tokenizer_of(recipe.model)
-        self.test = [(chat.greedy, chat.tokens(tokenizer)) for chat in chats if chat.held_out]
+        self.test = held_out(chats, tokenizer)
         learnt = [chat.tokens(tokenizer) for chat in chats if not chat.held_out]
         self._chats = chat_batches(learnt, recipe.chat_tokens, random.Random(self.progress.step)) if learnt else None
         self._generator = torch.Generator().manual_seed(self.progress.step)
@@ -163,21 +165,8 @@ class Training:
     def _thetas(self) -> tuple[float, float]:
         return self.base.config.rope.theta, self.recipe.theta
 
-    @torch.no_grad()
     def _test(self) -> None:
-        """Divergence on the held-out chats: mean over tokens, answers chosen greedily and drawn apart."""
-        chats = sorted(self.test, key=lambda pair: len(pair[1].ids))
-        sums = {True: [0.0, 0], False: [0.0, 0]}
-        of = iter(chats)
-        for batch in in_order([tokens for _, tokens in chats], TEST_TOKENS):
-            parts, counts = divergence(self.base, self.lora, self._thetas, batch)
-            for part in parts.split(counts):
-                greedy, _ = next(of)
-                sums[greedy][0] += part.sum().item()
-                sums[greedy][1] += len(part)
-        total, count = (sum(pair) for pair in zip(*sums.values()))
-        means = {greedy: value / max(number, 1) for greedy, (value, number) in sums.items()}
-        self._log(held_out_kl=total / count, held_out_kl_greedy=means[True], held_out_kl_drawn=means[False])
+        self._log(**held_out_divergence(self.base, self.lora, self._thetas, self.test))
 
     def _log(self, **values: float) -> None:
         entry = {"step": self.progress.step, "seconds": round(self.progress.seconds, 1)}
@@ -208,3 +197,28 @@ class Training:
                     matrix.copy_(stored)
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
+
+
+def held_out(chats: Iterable[Chat], tokenizer: Tokenizer) -> list[tuple[bool, Tokens]]:
+    """The chats to test with: whether their answers were chosen greedily, and their tokens."""
+    return [(chat.greedy, chat.tokens(tokenizer)) for chat in chats if chat.held_out]
+
+
+@torch.no_grad()
+def held_out_divergence(
+    base: Base, lora: Lora, thetas: tuple[float, float], chats: Iterable[tuple[bool, Tokens]]
+) -> dict[str, float]:
+    """KL(base || adapter) on chats (``held_out``), at least one: mean over tokens, in nats, of all answers, of those
+    that were chosen greedily, and of those that were drawn."""
+    by_length = sorted(chats, key=lambda pair: len(pair[1].ids))
+    sums = {True: [0.0, 0], False: [0.0, 0]}
+    of = iter(by_length)
+    for batch in in_order([tokens for _, tokens in by_length], TEST_TOKENS):
+        parts, counts = divergence(base, lora, thetas, batch)
+        for part in parts.split(counts):
+            greedy, _ = next(of)
+            sums[greedy][0] += part.sum().item()
+            sums[greedy][1] += len(part)
+    total, count = (sum(pair) for pair in zip(*sums.values()))
+    means = {greedy: value / max(number, 1) for greedy, (value, number) in sums.items()}
+    return {"held_out_kl": total / count, "held_out_kl_greedy": means[True], "held_out_kl_drawn": means[False]}

@@ -19,7 +19,7 @@ from shadowkv.models.sources import adapter_of
 from training import loop
 from training.batches import Lengths, chat_batches, in_order
 from training.chats import Chat
-from training.loop import Recipe, Training
+from training.loop import Recipe, Training, held_out_divergence
 from training.losses import divergence, retrieval_loss
 from training.model import PROJECTIONS, Base, Lora, compress, hidden_states, load_base, padded
 from training.samples import TASKS, Tokens, retrieval_batch, tokenizer_of
@@ -147,6 +147,21 @@ def test_it_learns_and_goes_on_where_it_stopped(
     loaded.load(tmp_path / "out")
     for trained, stored in zip(again.lora.parameters(), loaded.parameters()):
         torch.testing.assert_close(stored, trained, atol=0, rtol=2**-8)
+
+
+def test_the_divergence_of_held_out_chats_is_a_mean_over_tokens(base: Base) -> None:
+    """Answers of all lengths count by their tokens, those that were chosen greedily and others apart."""
+    lora = Lora(base)
+    draw = torch.Generator().manual_seed(1)
+    for _, b in lora.pairs.values():
+        b.data.normal_(0, 0.1, generator=draw)
+    chats = [(number % 2 == 0, Tokens(list(range(number, number + 30)), 3 + 4 * number)) for number in range(5)]
+    found = held_out_divergence(base, lora, (1e5, 1e5), chats)
+    parts, counts = divergence(base, lora, (1e5, 1e5), [tokens for _, tokens in chats])
+    greedy = torch.cat([torch.full((count,), flag) for (flag, _), count in zip(chats, counts, strict=True)])
+    means = {"": parts.mean(), "_greedy": parts[greedy].mean(), "_drawn": parts[~greedy].mean()}
+    assert found == {f"held_out_kl{name}": pytest.approx(mean.item(), rel=1e-4) for name, mean in means.items()}
+    assert found["held_out_kl_greedy"] != pytest.approx(found["held_out_kl_drawn"], rel=1e-2)
 
 
 def test_drawn_places_of_text_and_answers_have_a_loss(base: Base) -> None:
