@@ -7,7 +7,7 @@ from torch import Tensor
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.spec import LayerSpec, projection
 
-GATES = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_mul"}
+GATES = {"silu": "silu_mul", "clamped_silu": "clamped_silu_mul", "gelu_pytorch_tanh": "gelu_mul"}
 """The op that multiplies by the activation of a gate, by the activation's name."""
 
 

@@ -51,11 +51,11 @@ class Router(nn.Module):
 
     correction_bias: nn.Parameter | None
 
-    def __init__(self, spec: LayerSpec, routing: Routing) -> None:
+    def __init__(self, spec: LayerSpec, routing: Routing, bias: bool) -> None:
         super().__init__()
         self.routing, number = routing, torch.float32
         dtype = number if routing.scores == "sigmoid" else spec.dtype
-        self.logits = Linear(spec.hidden_size, routing.experts, bias=False, dtype=dtype, device=spec.device)
+        self.logits = Linear(spec.hidden_size, routing.experts, bias=bias, dtype=dtype, device=spec.device)
         if routing.corrected:
             correction = torch.empty(routing.experts, dtype=number, device=spec.device)
             self.correction_bias = nn.Parameter(correction, requires_grad=False)
@@ -69,13 +69,16 @@ class Router(nn.Module):
 
 
 class ExpertsProjection(Computing):
-    """y = x W_eᵀ of sorted rows, each of one of ``count`` experts e. The weights, whose rows are those of one expert
-    after the other, are uninitialised until a loader fills them."""
+    """y = x W_eᵀ + b_e of sorted rows, each of one of ``count`` experts e. The weights, whose rows are those of one
+    expert after the other, as are biases, are uninitialised until a loader fills them."""
 
     calls = ("grouped_matmul",)
     weight: nn.Parameter | QuantisedMatrix
+    bias: nn.Parameter | None
 
-    def __init__(self, spec: LayerSpec, name: str, count: int, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, spec: LayerSpec, name: str, count: int, in_features: int, out_features: int, *, bias: bool
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         if runs := spec.runs.get(f"{name}.weight"):
@@ -83,10 +86,29 @@ class ExpertsProjection(Computing):
         else:
             weight = torch.empty(count * out_features, in_features, dtype=spec.dtype, device=spec.device)
             self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None
+        if bias:
+            empty = torch.empty(count * out_features, dtype=spec.dtype, device=spec.device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows [S, in_features], of which those of experts up to e end at ``ends[e]``, int32 [count] ->
-        [S, out_features]; rows behind the last end have any numbers."""
+    def forward(self, x: Tensor, number: Tensor, ends: Tensor) -> Tensor:
+        """Products of rows, those of experts that are not here last; these have any numbers.
+
+        Args:
+            x: [S, in_features].
+            number: int64 [S], the expert of every row, sorted; ``count`` where it is not here.
+            ends: int32 [count], where the rows of each expert end.
+
+        Returns:
+            [S, out_features].
+        """
+        product = self._product(x, ends)
+        if self.bias is None:
+            return product
+        bias = self.bias.view(-1, self.out_features)
+        return product.add_(bias[number.clamp_max(len(bias) - 1)])
+
+    def _product(self, x: Tensor, ends: Tensor) -> Tensor:
         if not isinstance(self.weight, QuantisedMatrix):
             weight = self.weight.view(-1, self.out_features, self.in_features)
             product: Tensor = self.ops.grouped_matmul(x, weight, ends)
@@ -99,7 +121,7 @@ class ExpertsProjection(Computing):
 
 
 class RoutedExperts(Computing):
-    """The experts among which tokens choose, or those of them that this rank holds: gated MLPs without biases."""
+    """The experts among which tokens choose, or those of them that this rank holds: gated MLPs."""
 
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
@@ -107,8 +129,9 @@ class RoutedExperts(Computing):
         self.calls = (self.gate,)
         (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
         self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
-        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", self.count, hidden, 2 * size)
-        self.down = ExpertsProjection(spec, "mlp.experts.down", self.count, size, hidden)
+        bias = experts.biases
+        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", self.count, hidden, 2 * size, bias=bias)
+        self.down = ExpertsProjection(spec, "mlp.experts.down", self.count, size, hidden, bias=bias)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sums of what a token's experts make of it.
@@ -128,7 +151,7 @@ class RoutedExperts(Computing):
         number, order = number.sort(stable=True)
         ends = torch.searchsorted(number, torch.arange(self.count, device=x.device), right=True, out_int32=True)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
-        out = self.down(getattr(self.ops, self.gate)(self.gate_up(x[order // per_token], ends)), ends)
+        out = self.down(getattr(self.ops, self.gate)(self.gate_up(x[order // per_token], number, ends)), number, ends)
         if not self.all_here:
             out = out.masked_fill((number == self.count).unsqueeze(1), 0)
         of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, x.shape[1])
@@ -145,7 +168,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
         self.group = spec.group
-        self.router = Router(spec, experts.routing)
+        self.router = Router(spec, experts.routing, experts.biases)
         self.experts = RoutedExperts(spec, experts)
         self.shared = MLP(spec, experts.shared_size, "mlp.shared") if experts.shared_size else None
         self.shared_gate = None

@@ -51,6 +51,7 @@ class Experts:
         intermediate_size: inner width of one of them.
         shared_size: inner width of the expert that every token is given to; 0 if there is none.
         shared_gate: what that adds is multiplied with the sigmoid of a learned product with the token.
+        biases: the router, and both products of each of the experts among which tokens choose, have a bias.
         held: the first expert whose weights are here, and the one after the last; None for all.
     """
 
@@ -58,6 +59,7 @@ class Experts:
     intermediate_size: int
     shared_size: int = 0
     shared_gate: bool = False
+    biases: bool = False
     held: tuple[int, int] | None = None
 
     @property
@@ -76,7 +78,7 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: what the layer has in place of the MLP; None for nothing.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: of the MLP's gate, by its name in Hugging Face configs: one of ``GATES`` (``mlp``).
+        activation: of the MLP's gate, by its name in Hugging Face configs where it has one: one of ``GATES`` (``mlp``).
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before RoPE.

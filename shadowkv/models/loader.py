@@ -25,7 +25,7 @@ from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
-from shadowkv.models.families.registry import family, text_weight
+from shadowkv.models.families.registry import family, has_interleaved_experts, text_weight
 from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
@@ -376,7 +376,8 @@ def _with_separate_experts(files: _Files) -> _Files:
     if config.experts is None:
         return files
     drafting = range(config.num_layers, config.num_layers + config.draft_layers)
-    separate, notes = SeparateExperts(files.shapes, config.experts.routing.experts, drafting), files.notes
+    interleaved, notes = has_interleaved_experts(config.architecture), files.notes
+    separate = SeparateExperts(files.shapes, files.forms, config.experts.routing.experts, drafting, interleaved)
     if separate.left_out:
         count = counted(len(separate.left_out), "weight")
         notes = (*notes, f"{count} of layers that draft tokens are not used: {separate.left_out[0]}, ...")
@@ -384,7 +385,7 @@ def _with_separate_experts(files: _Files) -> _Files:
         files,
         shapes=separate.shapes,
         tensors=separate.tensors(files.tensors),
-        forms=separate.forms(files.forms),
+        forms=separate.forms,
         notes=notes,
     )
 

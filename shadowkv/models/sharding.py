@@ -214,7 +214,7 @@ class Shard:
         if self.size == 1:
             return None
         if module.startswith(("mlp.experts.", "mlp.shared.")):
-            return self._cut_experts(module)
+            return self._cut_experts(module, kind)
         if name in ("embedding", "head"):
             return Cut((self.vocabulary,))
         if module == "attention.qkv":
@@ -229,7 +229,7 @@ class Shard:
             return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
         return None
 
-    def _cut_experts(self, module: str) -> Cut:
+    def _cut_experts(self, module: str, kind: str) -> Cut:
         """``cut`` for experts, whose rows are one after the other, or for the one that they share."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
@@ -239,6 +239,8 @@ class Shard:
             numbers, size, inner = range(*self.experts), experts.intermediate_size, self.experts_inner
         if module.endswith(".down"):
             rows = numbers.start * hidden, numbers.stop * hidden
+            if kind == "bias":  # once in the sum
+                return Cut((rows,) if inner == (0, size) or self.rank == 0 else ())
             return Cut((rows,), None if inner == (0, size) else inner)
         if inner == (0, size):
             return Cut(((numbers.start * 2 * size, numbers.stop * 2 * size),))

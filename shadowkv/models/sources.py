@@ -91,6 +91,8 @@ CATALOGUE: dict[str, WheelFile | Adapted | None] = {
     "glm-4-9b-1m": None,
     "glm-4.5-air": None,
     "mixtral-8x7b": None,
+    "gpt-oss-20b": None,
+    "gpt-oss-120b": None,
     "yi-9b-200k": None,
     "phi-3-mini-128k": None,
     "qwen2-7b": None,

@@ -26,6 +26,7 @@ NAMES = (
     "causal_attention",
     "causal_window_attention",
     "chunk_mean_scores",
+    "clamped_silu_mul",
     "decode_layers",
     "dequantise_rows",
     "fetch_chunks",

@@ -45,6 +45,14 @@ GLM_EXPERTS = {
     "attention_bias": True,
     "num_nextn_predict_layers": 1,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 9,
+    "rope_scaling": {**YARN, "truncate": False},
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
@@ -113,6 +121,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {**GLM_EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3},
     "glm4_moe-qk-norm": {**GLM_EXPERTS, "use_qk_norm": True, "norm_topk_prob": False, "n_shared_experts": 2},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss-no-attention-bias": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3},
     "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
 }
 

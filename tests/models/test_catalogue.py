@@ -30,6 +30,8 @@ BILLIONS = {
     "qwen3-235b-a22b-2507": 235.094,
     "glm-4.5-air": 106.852,
     "mixtral-8x7b": 46.703,
+    "gpt-oss-20b": 20.915,
+    "gpt-oss-120b": 116.829,
     "llama-3-8b-1m": 8.03,
     "glm-4-9b-1m": 9.48,
     "yi-9b-200k": 8.83,
@@ -42,9 +44,9 @@ BILLIONS = {
 def test_configs_have_the_published_size(name: str) -> None:
     model = Decoder(load_config(name), torch.bfloat16, "meta")
     assert model.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
-    routers = sum(weight.numel() for weight in model.parameters() if weight.dtype == torch.float32)
-    assert model.num_bytes == 2 * (model.num_parameters + routers)
-    assert (routers > 0) == (name == "glm-4.5-air")
+    wide = sum(weight.numel() for weight in model.parameters() if weight.dtype == torch.float32)  # routers, sinks
+    assert model.num_bytes == 2 * (model.num_parameters + wide)
+    assert (wide > 0) == (name in ("glm-4.5-air", "gpt-oss-20b", "gpt-oss-120b"))
 
 
 def test_config_only_models_say_what_to_do() -> None:

@@ -137,11 +137,11 @@ def test_experts_are_dequantised_beside_products_in_8_bits(tmp_path: Path, monke
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss"])
 def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_parallel: bool, tmp_path: Path) -> None:
     """Inner widths of 48 are cut at 32, and 16 and 32; 8 experts at 4, or at 3 and 6."""
     sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
-    oracle = build(name, tmp_path, sizes)
+    oracle = build(name, tmp_path, sizes if name != "gpt_oss" else {"intermediate_size": 48})
 
     def part(group: Group) -> tuple[int, list[torch.Tensor]]:
         loaded = load_model(tmp_path, group=group, expert_parallel=expert_parallel)
@@ -278,22 +278,25 @@ def test_the_name_that_a_model_was_released_with_for_its_experts(tmp_path: Path)
     assert load_config(tmp_path) == config
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("sizes", [(64, 512), (512, 64), (256, 256)])
-def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int], name: str, tmp_path: Path) -> None:
     """A block's rows as they go through 64 experts, besides its own and what it adds."""
     hidden, inner = sizes
-    wide = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 64, "num_experts_per_tok": 4}
-    build("qwen3_moe", tmp_path, {**wide, "num_local_experts": 64})
+    width = "intermediate_size" if name == "gpt_oss" else "moe_intermediate_size"
+    wide = {"hidden_size": hidden, width: inner, "num_experts": 64, "num_experts_per_tok": 4}
+    build(name, tmp_path, {**wide, "num_local_experts": 64})
     model = load_model(tmp_path, load_format="dummy").model
     ops = Ops()
-    ops.silu_mul = lambda gate_up: gate_up.chunk(2, -1)[0].clone()  # no more memory than the kernel on a GPU takes
+    gate = model.layers[1].mlp.experts.gate
+    setattr(ops, gate, lambda gate_up: gate_up.chunk(2, -1)[0].clone())  # no more memory than the kernel on a GPU takes
     model.use(ops)
     x = torch.randn(2048, hidden)
     taken, left = peak_bytes(lambda: model.layers[1].mlp(x)), block_bytes(model.config, len(x), torch.float32)
     assert taken <= left <= 1.5 * taken + 5 * x.nbytes
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss"])
 def test_no_tokens_and_few(name: str, tmp_path: Path) -> None:
     """A token's result does not depend on what else is in the batch, and that may be nothing."""
     build(name, tmp_path)

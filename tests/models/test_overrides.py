@@ -164,6 +164,8 @@ REFUSED = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "use_bidirectional_attention": True,
+    "swiglu_alpha": 1.0,
+    "swiglu_limit": 5.0,
 }
 """Values that no family, or not this one, runs with."""
 

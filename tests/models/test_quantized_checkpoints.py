@@ -179,9 +179,9 @@ def test_a_method_that_is_no_name(method: Any, model: Path, serve: Serve) -> Non
 def test_a_family_that_is_not_supported_either(model: Path, serve: Serve) -> None:
     """Its unquantised checkpoint would be no remedy."""
     for method in ("mxfp4", "hqq"):
-        edit_json(model / CONFIGS, model_type="gpt_oss", quantization_config={"quant_method": method})
+        edit_json(model / CONFIGS, model_type="deepseek_v3", quantization_config={"quant_method": method})
         answer = serve(model)
-        assert_refused(answer, CONFIGS, "'gpt_oss' is not supported")
+        assert_refused(answer, CONFIGS, "'deepseek_v3' is not supported")
         assert "use another model" in answer[1] and REMEDY not in answer[1]
         assert ("'hqq'" in answer[1]) == (method == "hqq")
 

@@ -24,6 +24,8 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.apply_rope import triton as rope_triton
     from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
+    from shadowkv.ops.clamped_silu_mul import reference as clamped_silu_mul_reference
+    from shadowkv.ops.clamped_silu_mul import triton as clamped_silu_mul_triton
     from shadowkv.ops.gelu_mul import reference as gelu_mul_reference
     from shadowkv.ops.gelu_mul import triton as gelu_mul_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
@@ -153,6 +155,13 @@ if ON_GPU or INTERPRETED:
         x = 3 * random(5, 2 * 1536, dtype=dtype)
         x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -1e4])
         torch.testing.assert_close(gelu_mul_triton.gelu_mul(x), gelu_mul_reference.gelu_mul(x), **TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_clamped_silu_mul(dtype: torch.dtype) -> None:
+        x = 3 * random(5, 2 * 1536, dtype=dtype)
+        x[0, :4] = x[1, 1536:1540] = torch.tensor([-60.0, 60.0, 0.0, -1e4])
+        wanted = clamped_silu_mul_reference.clamped_silu_mul(x)
+        torch.testing.assert_close(clamped_silu_mul_triton.clamped_silu_mul(x), wanted, **TOLERANCE[dtype])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_silu_mul(dtype: torch.dtype) -> None:

@@ -87,7 +87,10 @@ def _inner_numbers(model: ModelConfig) -> int:
         return dense
     hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
     # Rows in the order of experts, before and after the first product; of the second, in that order and in tokens'.
-    routed = model.experts.routing.per_token * max(hidden + 2 * inner, 3 * inner, hidden + inner, 2 * hidden)
+    routed = max(hidden + 2 * inner, 3 * inner, hidden + inner, 2 * hidden)
+    if model.experts.biases:  # a row of them beside each row of a product
+        routed = max(routed, hidden + 4 * inner, inner + 2 * hidden)
+    routed *= model.experts.routing.per_token
     return max(dense, routed, hidden + 3 * shared)
 
 

@@ -25,6 +25,7 @@ FAMILIES = {
     "glm4_moe": "glm4_moe",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt_oss",
 }
 """model_type -> module of this folder. A new family is one module and one line here."""
 
@@ -32,7 +33,7 @@ FAMILIES = {
 class Family(Protocol):
     """What a family's module provides.
 
-    A function ``text_weight`` is optional, see there.
+    A function ``text_weight`` is optional, and a constant ``INTERLEAVED_EXPERTS``, see ``has_interleaved_experts``.
 
     Attributes:
         FIELDS: fields of a config.json that it reads besides those of every family.
@@ -66,3 +67,8 @@ def text_weight(model_type: str) -> Callable[[str], str | None]:
     the text model's, None for others'."""
     renamed: Callable[[str], str | None] = getattr(family(model_type), "text_weight", str)
     return renamed
+
+
+def has_interleaved_experts(model_type: str) -> bool:
+    """Whether a family's files have the experts of a layer as gpt-oss does (``checkpoints.experts``)."""
+    return bool(getattr(family(model_type), "INTERLEAVED_EXPERTS", False))

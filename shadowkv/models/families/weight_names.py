@@ -28,6 +28,7 @@ def decoder_targets(
     joined_qkv: bool = False,
     joined_gate_up: bool = False,
     shared_expert: str = "shared_expert",
+    router: str = "gate",
 ) -> Targets:
     """Targets of Hugging Face's names for the parts that all families share.
 
@@ -36,6 +37,7 @@ def decoder_targets(
         joined_qkv: the files hold q, k and v as one ``qkv_proj``.
         joined_gate_up: the files hold gate and up as one ``gate_up_proj``.
         shared_expert: name of the expert that every token is given to.
+        router: name of what chooses among experts.
     """
     hidden = config.hidden_size
     q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
@@ -60,7 +62,7 @@ def decoder_targets(
             size = config.intermediate_size
             targets |= _mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, size, joined_gate_up=joined_gate_up)
         else:
-            targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, shared_expert)
+            targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, shared_expert, router)
         targets |= rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm", 0, hidden)
         targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
     return targets
@@ -82,26 +84,34 @@ def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> T
     return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
 
 
-def _mlp(theirs: str, ours: str, hidden: int, size: int, number: int = 0, joined_gate_up: bool = False) -> Targets:
+def _mlp(
+    theirs: str,
+    ours: str,
+    hidden: int,
+    size: int,
+    number: int = 0,
+    joined_gate_up: bool = False,
+    bias: bool = False,
+) -> Targets:
     """Targets of an MLP, the ``number``-th of those whose rows stand one after the other."""
     first = 2 * number * size
-    down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden)
+    down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden, bias)
     if joined_gate_up:
         return rows(f"{theirs}.gate_up_proj", f"{ours}.gate_up", first, first + 2 * size) | down
-    gate = rows(f"{theirs}.gate_proj", f"{ours}.gate_up", first, first + size)
-    return gate | rows(f"{theirs}.up_proj", f"{ours}.gate_up", first + size, first + 2 * size) | down
+    gate = rows(f"{theirs}.gate_proj", f"{ours}.gate_up", first, first + size, bias)
+    return gate | rows(f"{theirs}.up_proj", f"{ours}.gate_up", first + size, first + 2 * size, bias) | down
 
 
-def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str) -> Targets:
+def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str, router: str) -> Targets:
     """Targets of a mixture of experts, each under a name of its own (``checkpoints.experts``)."""
     count = experts.routing.experts
-    targets = rows(f"{theirs}.gate", f"{ours}.router.logits", 0, count)
+    targets = rows(f"{theirs}.{router}", f"{ours}.router.logits", 0, count, experts.biases)
     if experts.routing.corrected:
-        correction = f"{theirs}.gate.e_score_correction_bias"
+        correction = f"{theirs}.{router}.e_score_correction_bias"
         targets[correction] = Target(f"{ours}.router.correction_bias", 0, count)
     for expert in range(count):
         mlp = f"{theirs}.experts.{expert}"
-        targets |= _mlp(mlp, f"{ours}.experts", hidden, experts.intermediate_size, expert)
+        targets |= _mlp(mlp, f"{ours}.experts", hidden, experts.intermediate_size, expert, bias=experts.biases)
     if experts.shared_size:
         targets |= _mlp(f"{theirs}.{shared}", f"{ours}.shared", hidden, experts.shared_size)
     if experts.shared_gate:

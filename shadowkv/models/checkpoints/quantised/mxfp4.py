@@ -47,5 +47,5 @@ class MXFP4Experts:
         return fp4_rows(MXFP4, blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1))
 
     def planned(self, module: str) -> Form | None:
-        """As ``Format.planned``: projections are plain numbers, and only experts are not."""
-        return None
+        """As ``Format.planned``: experts' alone are quantised."""
+        return MXFP4 if ".experts." in module else None
