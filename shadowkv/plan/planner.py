@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,6 +11,7 @@ import torch
 
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.codecs import LATENT_CODECS
+from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
@@ -36,6 +38,16 @@ def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
     """What a sequence owns whose prompt and output have ``context`` tokens in total."""
     size = layout.tier_bytes(layout.demand(context, context))
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])
+
+
+def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
+    """Its device bytes by what the attention of layers sees, in words."""
+    found = Counter[str]()
+    for group in layout.groups:
+        unit, need = group.bytes_per_block(), group.demand(context, context)
+        kind = str(LayerKind(group.window))
+        found[kind] += sum(need[tier] * unit[tier] for tier in ("device", "segment_slots", "states"))
+    return dict(found)
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Plan:
         spec: the spec, resolved for the model.
         attended_tokens: per step and kv head.
         sequence_bytes: what one sequence takes.
+        bytes_of_kinds: of its device bytes, those in layers of each kind, by the kind in words.
         device_saving: device bytes of ``full`` over this policy's.
         largest_batch: number of sequences that fit.
         reads: bytes per sequence of a step, in a layer of the first group.
@@ -91,6 +104,7 @@ class Plan:
     spec: KVSpec
     attended_tokens: int
     sequence_bytes: SequenceBytes
+    bytes_of_kinds: Mapping[str, int]
     device_saving: float
     largest_batch: LargestBatch
     reads: StepReads
@@ -173,6 +187,7 @@ class Planner:
             layout.spec,
             layout.spec.attended_tokens(self.context),
             need,
+            bytes_of_kinds(layout, self.context),
             self._full_bytes() / need.device,
             batch,
             reads,

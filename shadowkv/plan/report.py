@@ -125,6 +125,7 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
     batches = [plan.largest_batch for plan in plans]
     return [
         ("device bytes per sequence", [f"{size.device:,}" for size in sizes]),
+        *_kinds(plans),
         ("device GiB per sequence", [f"{size.device / GIB:.3f}" for size in sizes]),
         ("host bytes per sequence", [f"{size.host:,}" for size in sizes]),
         ("host GiB per sequence", [f"{size.host / GIB:.3f}" for size in sizes]),
@@ -143,6 +144,14 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
         *floor("batch 1", [plan.single for plan in plans]),
         *floor("largest batch", [plan.largest for plan in plans]),
     ]
+
+
+def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """Device bytes by kinds of layers, where there are several."""
+    kinds = plans[0].bytes_of_kinds
+    if len(kinds) == 1:
+        return []
+    return [(f"  in layers of {kind}", [f"{plan.bytes_of_kinds[kind]:,}" for plan in plans]) for kind in kinds]
 
 
 def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, Any]:
@@ -175,6 +184,7 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
         "spec": asdict(plan.spec),
         "spec_in_words": plan.spec.in_words(shape),
         "device_bytes_per_sequence": need.device,
+        "device_bytes_by_layer_kind": dict(plan.bytes_of_kinds),
         "device_gib_per_sequence": need.device / GIB,
         "host_bytes_per_sequence": need.host,
         "host_gib_per_sequence": need.host / GIB,

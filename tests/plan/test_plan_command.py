@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.sequences.group_layout import WINDOW_SLACK
 from shadowkv.models.sources import config_file
 from shadowkv.plan.__main__ import main
 
@@ -110,6 +111,29 @@ def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureF
     assert 0.5 * attention < others < 0.6 * attention  # 4 bits, scales and zero points, and some plain numbers
     assert main(command) == 0
     assert "experts in int4-g128 counted in bfloat16: no GPU multiplies them as they are" in capsys.readouterr().out
+
+
+def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) -> None:
+    """12 layers of each; windows have room for 128 tokens and the pages that a step goes on into. Of its experts in
+    MXFP4, which no GPU multiplies, and everything else, 20,914,757,184 weights, sinks in float32."""
+    command = ["--model", "gpt-oss-20b", "--context", "122880", "--kv", "full", "turbo"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quantization"], found["weight_bytes"]) == (None, 2 * (20_914_757_184 + 24 * 64))
+    page = 2 * 64 * 512 * 2 * 12
+    full, turbo = (plan["device_bytes_by_layer_kind"] for plan in found["plans"])
+    assert full == {"full attention": 122880 // 64 * page, "a window of 128": (2 + WINDOW_SLACK) * page}
+    assert turbo["a window of 128"] == full["a window of 128"]
+    assert turbo["full attention"] < full["full attention"] / 4
+    for plan in found["plans"]:
+        assert sum(plan["device_bytes_by_layer_kind"].values()) == plan["device_bytes_per_sequence"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "experts in mxfp4 counted in bfloat16: no GPU multiplies them as they are" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("  in layers of full attention "))
+    assert line.split()[-2:] == [f"{kinds['full attention']:,}" for kinds in (full, turbo)]
+    main(["--model", "qwen3-30b-a3b-2507", "--context", "32768"])
+    assert "in layers of" not in capsys.readouterr().out
 
 
 def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
