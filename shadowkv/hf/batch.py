@@ -70,13 +70,23 @@ class Batch:
         self.columns = 0
         self.step: Step | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Takes RoPE-rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
         RoPE-rotated queries [B, H_q, T, d], 0 where tokens are padding.
 
         Args:
             mask: bool [B, columns], False for padding; None where there is none.
             position_ids: int64 [B or 1, T], of the model's RoPE.
+            sinks: as in ``KVCache.attend``.
         """
         if layer == 0:
             if self.step is not None:
@@ -88,7 +98,7 @@ class Batch:
         q, k = (rope_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
         for block, part in step.blocks:
             cache.append(layer, k[part], v[part], block)
-        attended = torch.cat([cache.attend(layer, q[part], block) for block, part in step.blocks])
+        attended = torch.cat([cache.attend(layer, q[part], block, sinks) for block, part in step.blocks])
         step.finish_layer(layer)
         rows, columns = step.shape
         if layer + 1 == self.config.num_layers:

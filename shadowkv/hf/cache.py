@@ -128,16 +128,19 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     position_ids: Tensor,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: RoPE-rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]."""
+    """The attention function: RoPE-rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]; ``s_aux``
+    [H_q] are a layer's sinks (gpt-oss)."""
     if not isinstance(key, _NewKeys):
         raise ValueError(
             f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"
         )
     if query.requires_grad:
         raise ValueError("a ShadowKVCache has no gradients: call the model under torch.no_grad(), as generate does")
-    return key.batch.attend(key.layer, query, key.keys, value, attention_mask, position_ids), None
+    sinks = None if s_aux is None else s_aux.float()
+    return key.batch.attend(key.layer, query, key.keys, value, attention_mask, position_ids, sinks), None
 
 
 def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -101,6 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"head_dim": 32, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 32, "eos_token_id": 95},
     "glm4": {"head_dim": 32, "eos_token_id": 95},
+    "gpt_oss": {"head_dim": 32, "sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
