@@ -18,9 +18,7 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.models import load_model
 
-MIXTURES = [
-    name for name in CASES if ("moe" in name or name in ("mixtral", "gpt_oss")) and name != "qwen3_moe-window"
-]
+MIXTURES = [name for name in CASES if ("moe" in name or name in ("mixtral", "gpt_oss")) and name != "qwen3_moe-window"]
 """Without those whose layers all have a window, where a policy compresses nothing."""
 LONG = {"max_position_embeddings": 1024, "head_dim": 16}
 

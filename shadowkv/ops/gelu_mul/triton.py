@@ -9,4 +9,4 @@ from shadowkv.ops.silu_mul.triton import multiply
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """Same as the reference."""
-    return multiply(gate_up, "gelu")
+    return multiply(gate_up, gelu=True)

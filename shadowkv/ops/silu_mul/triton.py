@@ -7,23 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.clamped_silu_mul.reference import ALPHA, LIMIT
-
 BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Same as the reference."""
-    return multiply(gate_up, "silu")
+    return multiply(gate_up)
 
 
-def multiply(gate_up: Tensor, gate: str) -> Tensor:
-    """[..., 2n], gate before up -> [..., n]; ``gate`` is "silu", "gelu" (its approximation with tanh) or
-    "clamped_silu" (the product alone is rounded)."""
+def multiply(gate_up: Tensor, *, gelu: bool = False, clamp: tuple[float, float] | None = None) -> Tensor:
+    """[..., 2n], gate before up -> [..., n]; by the approximation of GELU with tanh, or by SiLU. ``clamp`` are factor
+    and limit of ``clamped_silu_mul``."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, BLOCK)
-    _multiply[grid](gate_up, out, GATE=gate, ALPHA=ALPHA, LIMIT=LIMIT, SIZE=size, BLOCK=BLOCK, num_warps=4)
+    alpha, limit = clamp or (1.0, None)
+    _multiply[grid](gate_up, out, GELU=gelu, ALPHA=alpha, LIMIT=limit, SIZE=size, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -31,7 +30,7 @@ def multiply(gate_up: Tensor, gate: str) -> Tensor:
 def _multiply(
     gate_up,
     out,
-    GATE: tl.constexpr,
+    GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -41,13 +40,12 @@ def _multiply(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < SIZE).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < SIZE)
-    if GATE == "clamped_silu":
+    if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT) + 1
-        inner = ALPHA * gate
-    elif GATE == "gelu":  # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); the factor is 2 times the root of 2 / pi
+    if GELU:  # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); the factor is 2 times the root of 2 / pi
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
-        inner = gate
-    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # of numbers to round, rounded in between, as in PyTorch
+        inner = ALPHA * gate
+    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between, as in PyTorch, but for the clamped
     tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < SIZE)
