@@ -14,6 +14,13 @@ QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """The last two are vLLM's, and PyTorch's, other names of float16 and float32."""
+ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
+"""How attention is chosen: as measured, without other packages, or by one of those wherever it serves."""
+ATTENTION_HELP = (
+    "shadowkv: this package's kernels, Triton's and PyTorch's; flashinfer, flash-attn: that package's wherever it "
+    "serves, and the others elsewhere; auto: those that were measured to be faster, so far shadowkv's (default: "
+    "%(default)s)"
+)
 OVERRIDES_HELP = "entries that replace those of the model's config.json, as in vLLM; of GGUF files by the same names"
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
@@ -30,6 +37,15 @@ def parse_count(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(value)
+
+
+def parse_attention_backend(text: str) -> str:
+    """``--attention-backend`` as given on a command line, in vLLM's spelling too: ``FLASH_ATTN``; raises
+    ArgumentTypeError."""
+    name = text.lower().replace("_", "-")
+    if name not in ATTENTION_BACKENDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ATTENTION_BACKENDS)}")
+    return name
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -111,8 +111,8 @@ def ragged_attention(case: tuple[list[int], int, int, int]) -> list[Row]:
     k, v = torch.randn(2, bounds[-1], heads, dim, device="cuda").bfloat16()
     starts, alone = torch.tensor(bounds, dtype=torch.int32, device="cuda"), Ops("cuda").causal_attention
     ways: dict[str, Callable[[], Tensor]] = {
-        "cuda": lambda: cuda.ragged_attention(q, k, v, starts, max(lengths)),
-        "triton": lambda: triton.ragged_attention(q, k, v, starts, max(lengths)),
+        "cuda": lambda: cuda.ragged_attention(q, k, v, starts, lengths),
+        "triton": lambda: triton.ragged_attention(q, k, v, starts, lengths),
         "flash attention 2": lambda: torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, max(lengths), max(lengths), 0.0, True, False
         )[0],

@@ -46,12 +46,13 @@ class Choices:
     model: str
     kv: str
     device: torch.device
+    attention_backend: str
     ops: list[OpChoice]
 
 
-def choices_for(model: str, kv: str, device: str) -> Choices:
+def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto") -> Choices:
     """The choices of an engine of ``model`` with the policy ``kv``; raises ValueError or OSError where there is no such
-    model, policy or device."""
+    model, policy or device, or where no attention can run in the library that ``attention_backend`` names."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     config, forms = plan_on(where, dtype, *load_plan(model))
@@ -62,11 +63,11 @@ def choices_for(model: str, kv: str, device: str) -> Choices:
     called = Decoder(config, dtype, "meta", planned_runs(Shard(config), forms, dtype)).called_ops.union(
         Sampler.calls, fused
     )
-    ops = choose_ops(layout, config.rope, where, called)
+    ops = choose_ops(layout, config.rope, where, called, attention_backend=attention_backend)
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []
     for name in NAMES:
         reason = next(iter(ops.reasons[name]), None)
         unbuilt = name in ops.unbuilt
         chosen.append(OpChoice(name, ops.backends[name], name in ops.called, reason, build() if unbuilt else None))
-    return Choices(model, kv, where, chosen)
+    return Choices(model, kv, where, attention_backend, chosen)

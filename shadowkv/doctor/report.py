@@ -12,12 +12,17 @@ from shadowkv.wording import GIB, counted
 
 HEADINGS = ("op", "runs in", "why no faster backend", "what to do")
 LANGUAGES = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton", "reference": "PyTorch"}
-"""By the beginning of a backend's name."""
+"""By the beginning of a backend's name; others are named after the package that they call."""
 
 
 def as_json(machine: Machine, choices: Choices) -> dict[str, Any]:
     """Everything, by its name."""
-    chosen = {"model": choices.model, "kv": choices.kv, "device": str(choices.device)}
+    chosen = {
+        "model": choices.model,
+        "kv": choices.kv,
+        "device": str(choices.device),
+        "attention_backend": choices.attention_backend,
+    }
     return {"machine": asdict(machine), "chosen_for": chosen, "ops": [asdict(choice) for choice in choices.ops]}
 
 
@@ -47,8 +52,10 @@ def as_text(machine: Machine, choices: Choices) -> str:
 
 
 def _row(choice: OpChoice, remedies: list[str]) -> tuple[str, ...]:
-    kind = choice.backend.partition("_")[0]
-    backend = LANGUAGES[kind] if choice.backend in LANGUAGES else f"{LANGUAGES[kind]} ({choice.backend})"
+    kind, _, variant = choice.backend.partition("_")
+    backend = LANGUAGES.get(kind, choice.backend)
+    if variant and kind in LANGUAGES:
+        backend += f" ({choice.backend})"
     todo = f"build it ({remedies.index(choice.remedy) + 1})" if choice.remedy else ""
     return choice.op if choice.called else f"({choice.op})", backend, choice.reason or "", todo
 

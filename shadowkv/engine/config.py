@@ -12,10 +12,13 @@ from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PAGE, PREFILL_ERROR, PREFILLS, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.load_settings import (
+    ATTENTION_BACKENDS,
+    ATTENTION_HELP,
     DTYPES,
     LOAD_FORMATS,
     OVERRIDES_HELP,
     QUANTIZATIONS,
+    parse_attention_backend,
     parse_count,
     parse_object,
     parse_overrides,
@@ -76,6 +79,7 @@ class EngineConfig:
     fetch_buffer: float | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    attention_backend: str = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -105,6 +109,7 @@ class EngineConfig:
             for name, known in (
                 ("dtype", DTYPES),
                 ("load_format", LOAD_FORMATS),
+                ("attention_backend", ATTENTION_BACKENDS),
                 ("prefill", PREFILL),
                 ("eviction", tuple(POLICIES)),
                 ("role", ROLES),
@@ -215,6 +220,8 @@ class EngineConfig:
             help="auto: bfloat16 on a GPU, else float32",
         )
         add(model, "--quantization", "-q", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+        text, names = ATTENTION_HELP, "|".join(ATTENTION_BACKENDS)
+        add(model, "--attention-backend", type=parse_attention_backend, metavar=names, help=text)
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(
             model,

@@ -87,7 +87,6 @@ FLAGS = (
     _no_effect("--preemption-mode", words="no sequence is ever preempted"),
     _no_effect("--num-lookahead-slots", words="no drafted tokens"),
     _no_effect("--disable-cascade-attn", words="there is none to turn off", values=0),
-    _no_effect("--attention-backend", words="chosen by policy and device, as shadowkv doctor shows"),
     _no_effect("--disable-hybrid-kv-cache-manager", words="there is none to turn off", values=0),
     _no_effect("--calculate-kv-scales", words="scales of fp8 are always learned from the prompt", values=0),
     _no_effect("--worker-cls", words="workers are the engine's own", fine=("auto",)),

@@ -33,15 +33,17 @@ def choose_ops(
     device: torch.device | str,
     also: Iterable[str] = (),
     backends: Mapping[str, str] | None = None,
+    attention_backend: str = "auto",
 ) -> Ops:
     """The ops of an engine: for a cache of ``layout``, and for what else calls some.
 
     Args:
         also: names of the ops that a model's layers and a sampler call.
         backends: backends of ops, by name, where they are not to be chosen; raises ValueError as ``Ops`` does.
+        attention_backend: one of ``load_settings.ATTENTION_BACKENDS``; raises SettingsError as ``Ops`` does.
     """
     device = torch.device(device)
-    return Ops(device, case_of(layout, rope, device, also), backends)
+    return Ops(device, case_of(layout, rope, device, also), backends, attention_backend)
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:

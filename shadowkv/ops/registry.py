@@ -12,6 +12,7 @@ import torch
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import Unbuilt
+from shadowkv.wording import SettingsError
 
 NAMES = (
     "add_rms_norm",
@@ -67,6 +68,10 @@ PREFERENCE = {
 }
 """Backends by device type, fastest first; an op need not have all of them, but always has ``reference.py``."""
 
+LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
+"""The backends that call another package's attention, by what ``--attention-backend`` calls them. None is in
+``PREFERENCE`` before it was measured to be faster than what follows it there."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -87,13 +92,20 @@ class Choice:
     unbuilt: str | None = None
 
 
-def choose(name: str, device: torch.device | str, case: Case | None = None, override: str | None = None) -> Choice:
+def choose(
+    name: str,
+    device: torch.device | str,
+    case: Case | None = None,
+    override: str | None = None,
+    attention_backend: str = "auto",
+) -> Choice:
     """The fastest backend of the op ``name`` that ``device`` has and that supports ``case``, or the one that
-    ``override`` names. None for a case skips the check of what backends support. Raises ValueError as ``Ops`` does."""
+    ``override`` names. None for a case skips the check of what backends support; ``attention_backend`` is as
+    for ``Ops``. Raises ValueError as ``Ops`` does."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
-    backends, passed_over = PREFERENCE[kind] if override is None else (override,), list[str]()
+    backends, passed_over = _preferred(kind, attention_backend) if override is None else (override,), list[str]()
     unbuilt: str | None = None
     for backend in backends:
         path = f"shadowkv.ops.{name}.{backend}"
@@ -113,6 +125,14 @@ def choose(name: str, device: torch.device | str, case: Case | None = None, over
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
 
 
+def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
+    """Backends for devices of a type in the order in which they are asked."""
+    if attention_backend == "shadowkv":
+        return tuple(backend for backend in PREFERENCE[kind] if backend not in LIBRARIES.values())
+    library = LIBRARIES.get(attention_backend)
+    return PREFERENCE[kind] if library is None else (library, *PREFERENCE[kind])
+
+
 class Ops:
     """The ops of an engine, each as an attribute: made once, where it is loaded, for its model's layers, its cache and
     its sampler.
@@ -125,6 +145,8 @@ class Ops:
         device: where the ops will run.
         case: what they will be called with; None skips the check of what backends support.
         overrides: backend by op name, for tests and comparisons.
+        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``auto`` is ``PREFERENCE``, ``shadowkv`` the same
+            without ``LIBRARIES``; in one of these run the ops that have a backend of it which serves, others as ever.
 
     Attributes:
         called: ops of the case; all ops without a case.
@@ -137,6 +159,7 @@ class Ops:
 
     Raises:
         ValueError: an override names an unknown op, or a backend that the op does not have or that cannot serve.
+        SettingsError: no called op can run in the library that ``attention_backend`` names; with the reasons.
     """
 
     def __init__(
@@ -144,6 +167,7 @@ class Ops:
         device: torch.device | str = "cpu",
         case: Case | None = None,
         overrides: Mapping[str, str] | None = None,
+        attention_backend: str = "auto",
     ) -> None:
         overrides = dict(overrides or {})
         unknown = sorted(set(overrides) - set(NAMES))
@@ -155,13 +179,25 @@ class Ops:
         self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
         for name in NAMES:
-            choice = choose(name, device, case if name in self.called else None, overrides.get(name))
+            choice = choose(name, device, case if name in self.called else None, overrides.get(name), attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
             if name in self.called and choice.unbuilt is not None:
                 self.unbuilt[name] = choice.unbuilt
             if name in self.called and choice.synchronises:
                 self.synchronising.append(name)
             setattr(self, name, choice.function)
+        if attention_backend in LIBRARIES:
+            self._check_library(attention_backend)
+
+    def _check_library(self, name: str) -> None:
+        """Raises SettingsError where no called op has a backend that can run."""
+        backend = LIBRARIES[name]
+        if any(self.backends[op] == backend for op in self.called):
+            return
+        refused = (reason for op in sorted(self.called) for reason in self.reasons[op])
+        reasons = dict.fromkeys(reason.partition(": ")[2] for reason in refused if reason.startswith(f"{backend}: "))
+        why = "; ".join(reasons) or "no op that is called has a backend of it"
+        raise SettingsError(f"attention_backend={name!r} can serve no attention here: {why}", ["attention_backend"])
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

@@ -47,6 +47,7 @@ SET = EngineConfig(
     fetch_buffer=3.0,
     dtype="bfloat16",
     quantization="fp8",
+    attention_backend="flash-attn",
     device="cpu",
     tensor_parallel_size=2,
     enable_expert_parallel=True,

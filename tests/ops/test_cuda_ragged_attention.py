@@ -34,11 +34,11 @@ def test_packed_sequences_see_themselves_alone(seed, heads, group, dim, lengths,
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_is_not_a_number_stays_in_its_sequence(seed, dim):
-    q, k, v, starts, longest = packed([200, 300, 77, 130], 2, 4, dim, torch.bfloat16)
-    expected = cuda_sm90.ragged_attention(q, k, v, starts, longest)
+    q, k, v, starts, lengths = packed([200, 300, 77, 130], 2, 4, dim, torch.bfloat16)
+    expected = cuda_sm90.ragged_attention(q, k, v, starts, lengths)
     for x in (q, k, v):
         x[200:500] = math.nan
-    out = cuda_sm90.ragged_attention(q, k, v, starts, longest)
+    out = cuda_sm90.ragged_attention(q, k, v, starts, lengths)
     assert torch.equal(out[:200], expected[:200])
     assert torch.equal(out[500:], expected[500:])
     assert out[200:500].isnan().all()
@@ -64,7 +64,7 @@ def test_the_host_does_not_wait(seed, backend):
 
 
 def test_wrong_arguments_are_refused(seed):
-    q, k, v, starts, longest = packed([200, 100], 2, 2, 128, torch.bfloat16)
+    q, k, v, starts, lengths = packed([200, 100], 2, 2, 128, torch.bfloat16)
     for wrong, said in (
         ((q[:200], k, v, starts), "not as many"),
         ((q, k[:299], v[:299], starts), "more than"),
@@ -72,7 +72,7 @@ def test_wrong_arguments_are_refused(seed):
         ((q, k.half(), v, starts), "k has dtype"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            cuda_sm90.ragged_attention(*wrong, longest)
+            cuda_sm90.ragged_attention(*wrong, lengths)
 
 
 def test_it_is_what_16_bits_get() -> None:

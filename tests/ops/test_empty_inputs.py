@@ -235,7 +235,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "quantise_tokens": lambda ops: returns(ops.quantise_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
     "ragged_attention": lambda ops: returns(
-        ops.ragged_attention(floats(0, H * G, D), floats(0, H, D), floats(0, H, D), whole(1).int(), 0),
+        ops.ragged_attention(floats(0, H * G, D), floats(0, H, D), floats(0, H, D), whole(1).int(), ()),
         ((0, H * G, D), None),
     ),
     "rebuild_rows": no_pages_to_rebuild,

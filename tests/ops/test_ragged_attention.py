@@ -22,7 +22,7 @@ shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 
 def packed(
     lengths: list[int], heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Arguments of the op. Keys and values are parts of larger tensors, with NaN before and behind them."""
     total = sum(lengths)
     q = 2 * torch.randn(total, heads * group, dim, device=DEVICE)
@@ -30,7 +30,7 @@ def packed(
     scratch[:, 10 : 10 + total, :heads] = torch.randn(2, total, heads, dim, device=DEVICE)
     k, v = scratch.to(dtype)[:, 10 : 10 + total, :heads]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    return q.to(dtype), k, v, starts, max(lengths)
+    return q.to(dtype), k, v, starts, tuple(lengths)
 
 
 def rows(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -48,8 +48,8 @@ def rows(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> list[tuple[Tensor, 
 def test_positions_of_the_reference_see_their_own_sequence_up_to_themselves(
     seed: str, heads: int, group: int, dim: int, lengths: list[int]
 ) -> None:
-    q, k, v, starts, longest = packed(lengths, heads, group, dim)
-    out = reference.ragged_attention(q, k, v, starts, longest)
+    q, k, v, starts, _ = args = packed(lengths, heads, group, dim)
+    out = reference.ragged_attention(*args)
     assert_close(out, attend_rows(rows(q, k, v, starts))[0])
     for a, b in pairwise(starts.tolist()):
         assert torch.equal(out[a:b], causal_attention(q[a:b], k[a:b], v[a:b]))

@@ -24,6 +24,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("-tp 2 --enable-expert-parallel", {"enable_expert_parallel": True}),
     ("-ep", {"enable_expert_parallel": True}),
     ("-q fp8", {"quantization": "fp8"}),
+    ("--attention-backend FLASH_ATTN", {"attention_backend": "flash-attn"}),
+    ("--attention-backend flashinfer", {"attention_backend": "flashinfer"}),
     ("--dtype half", {"dtype": "half"}),
     ("--served-model-name a b", {"served_model_name": ("a", "b")}),
     ("--chat-template chat.jinja", {"chat_template": "chat.jinja"}),
@@ -72,7 +74,6 @@ WITH_A_LINE = [
     "--num-lookahead-slots 2",
     "--preemption-mode swap",
     "--disable-cascade-attn",
-    "--attention-backend FLASH_ATTN",
     "--stream-interval 4",
     "--worker-cls some.Worker",
     "--mm-processor-kwargs {}",
@@ -195,6 +196,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
         ("--max-model-len 8.5K", "'8.5K' is no whole number"),
         ("--max-model-len 0.0001k", "'0.0001k' is no whole number"),
         ("--max-num-seqs many", "'many' is no whole number"),
+        ("--attention-backend TRITON_ATTN", "'TRITON_ATTN' is not one of auto, shadowkv, flashinfer, flash-attn"),
     ],
 )
 def test_mistakes(line: str, words: str, capsys: Any) -> None:

@@ -53,6 +53,7 @@ def load_engine_parts(
         backends: backends of ops, by name, that are not to be chosen: of layers, cache and sampler alike.
     """
     spec, device = config.spec(), device or device_of(config.device)
+    Ops(device, attention_backend=config.attention_backend)  # what is not installed is said before weights are read
     loaded = loaded or load_from_config(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
     try:
@@ -77,18 +78,22 @@ def load_engine_parts(
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
     layout = layout.resized(max_model_len)
-    ops = give_ops(loaded, layout, device, backends)
+    ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
     return loaded, cache, _describe(config, loaded, cache)
 
 
 def give_ops(
-    loaded: LoadedModel, layout: Layout, device: torch.device, backends: Mapping[str, str] | None = None
+    loaded: LoadedModel,
+    layout: Layout,
+    device: torch.device,
+    backends: Mapping[str, str] | None = None,
+    attention_backend: str = "auto",
 ) -> Ops:
     """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers; a cache of ``layout`` and a
     sampler are to be made with the same."""
     also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
-    ops = choose_ops(layout, loaded.config.rope, device, also, backends)
+    ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
     loaded.model.use(ops)
     return ops
 

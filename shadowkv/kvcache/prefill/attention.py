@@ -9,7 +9,6 @@ block by block with merged softmax, or sparsely.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -172,16 +171,15 @@ class Prefill:
         """Attention of new sequences, which are whole."""
         rows = slice(run.start, run.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-        if sinks is None and (self.layout.window is None or run.longest <= self.layout.window):
-            attended: Tensor = self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+        if sinks is None and (self.layout.window is None or max(run.lengths) <= self.layout.window):
+            attended: Tensor = self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.lengths)
             return attended
-        bounds = pairwise(cast(Tensor, run.cu_seqlens).tolist())
-        window, parts = self.layout.window, []
-        for each in (slice(*ends) for ends in bounds):
+        window, parts, each = self.layout.window, [], (x.split(run.lengths) for x in (q, keys, values))
+        for queries, k, v in zip(*each, strict=True):
             if window is None:
-                parts.append(self._attend_causally(q[each], keys[each], values[each], sinks))
+                parts.append(self._attend_causally(queries, k, v, sinks))
             else:
-                parts.append(self.ops.causal_window_attention(q[each], keys[each], values[each], window, sinks))
+                parts.append(self.ops.causal_window_attention(queries, k, v, window, sinks))
         return torch.cat(parts)
 
     def _attend_runs(

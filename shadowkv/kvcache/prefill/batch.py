@@ -222,8 +222,8 @@ class PrefillBatch:
             numbers, tokens = zip(*group, strict=True)
             if together and len(tokens) > 1:
                 starts = self.starts[numbers[0] : numbers[-1] + 2] - tokens[0].start
-                longest = max(new.stop - new.start for new in tokens)
-                yield Run(tokens[0].start, tokens[-1].stop, None, starts, longest)
+                lengths = tuple(new.stop - new.start for new in tokens)
+                yield Run(tokens[0].start, tokens[-1].stop, None, starts, lengths)
                 continue
             for new in tokens:
                 yield Run(max(start, new.start), min(stop, new.stop), new)
@@ -236,14 +236,14 @@ class Run:
     Attributes:
         alone: the only sequence that they belong to; None where they are whole new ones.
         cu_seqlens: int32 [S + 1], where each of those begins among them.
-        longest: tokens of the longest of those.
+        lengths: tokens of each of those.
     """
 
     start: int
     stop: int
     alone: NewTokens | None
     cu_seqlens: Tensor | None = None
-    longest: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

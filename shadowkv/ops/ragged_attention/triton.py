@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,7 +18,7 @@ def supports(case: Case) -> list[str]:
     return unless(case.head_dim <= 256, f"head dim {case.head_dim} is above 256")
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
     (tokens, heads, dim), count = q.shape, len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
