@@ -27,6 +27,9 @@ PACKAGES = ("cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14", "ninja")
 
 PYPI_MAJOR = 13
 
+PYPI = "PyPI's packages"
+"""Where a compiler is of, in messages, that is no toolkit's."""
+
 INSTALLED = Path("/usr/local/cuda")
 """Where CUDA installs itself."""
 
@@ -115,7 +118,7 @@ def _compilers() -> list[CudaCompiler]:
     for folder in _packages():
         root = folder / f"cu{PYPI_MAJOR}"
         if version := _version(root / "bin/nvcc"):  # whose own configuration looks for libraries in lib64
-            found.append(CudaCompiler(root / "bin/nvcc", version, "PyPI's packages", (f"-L{root}/lib",)))
+            found.append(CudaCompiler(root / "bin/nvcc", version, PYPI, (f"-L{root}/lib",)))
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shadowkv.installation import adding
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.cuda_compiler import CompilerNotFound, find_compiler
+from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
 from shadowkv.ops.extension import gpu_missing
 
 LEAST_CAPABILITY = (8, 0)
@@ -54,12 +54,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = N
 
 
 def _compiler_missing() -> list[str]:
-    """Why the library cannot compile: it looks for nvcc where CUDA installs itself, and not among PyPI's packages."""
+    """Why the library cannot compile its kernels, unless they are installed compiled."""
     if find_spec("flashinfer_jit_cache") is not None:
         return []
     try:
-        compiler = find_compiler(None)
-    except CompilerNotFound as error:
-        return [f"flashinfer compiles its kernels with nvcc: {error}"]
-    home = compiler.nvcc.parent.parent
-    return unless(not compiler.link_flags, f"flashinfer finds {compiler} with CUDA_HOME={home} alone: set it")
+        whole = find_compiler(None).origin != PYPI  # which lacks the headers of curand that the library includes
+    except CompilerNotFound:
+        whole = False
+    places = "of $CUDA_HOME, on the path or in /usr/local/cuda"
+    return unless(whole, f"flashinfer compiles its kernels with a CUDA toolkit, {places}: there is none")

@@ -1,0 +1,122 @@
+"""FlashInfer's and flash-attn's functions, as their documentation describes them, in PyTorch: what is passed to them is
+computed on any machine. Parameters have the libraries' names, order and defaults."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def softmax_over(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int = -1, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [n, H_q, d], the last n of m positions, over k, v [m, H, d] from ``left`` before a query's position
+    to ``right`` after it, -1 for all: out [n, H_q, d] and log-sum-exps [n, H_q] to base e."""
+    (n, heads, dim), m = q.shape, len(k)
+    keys, values = (x.repeat_interleave(heads // x.shape[1], 1).double() for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * (dim**-0.5 if scale is None else scale)
+    distance = torch.arange(m) - (torch.arange(n)[:, None] + m - n)
+    hidden = torch.zeros(n, m, dtype=torch.bool)
+    if causal:
+        hidden |= distance > 0
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    scores = scores.masked_fill(hidden, -math.inf)
+    total = scores.logsumexp(-1)
+    out = torch.einsum("hnm,mhd->nhd", (scores - total[..., None]).exp().nan_to_num(), values)
+    return out.to(q.dtype), total.T.float()
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+) -> Any:  # fmt: skip
+    """[B, n, H_q, d] over [B, m, H, d]; log-sum-exps are [B, H_q, n], to base e."""
+    assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+    assert q.shape[0] == k.shape[0] == v.shape[0] and k.shape == v.shape and q.shape[2] % k.shape[2] == 0
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    each = [softmax_over(*x, causal, *window_size, softmax_scale) for x in zip(q, k, v)]
+    out, sums = (torch.stack(part) for part in zip(*each))
+    return (out, sums.transpose(1, 2).contiguous(), q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None,
+) -> Any:  # fmt: skip
+    """Packed sequences [T, H_q, d] over [T, H, d], which start at int32 [S + 1]."""
+    assert (dropout_p, softcap, alibi_slopes, block_table, return_attn_probs) == (0.0, 0.0, None, None, False)
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    queries, keys = (x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k))
+    assert isinstance(max_seqlen_q, int) and (max_seqlen_q, max_seqlen_k) == (max(queries), max(keys))
+    parts = zip(q.split(queries), k.split(keys), v.split(keys))
+    return torch.cat([softmax_over(*each, causal, *window_size, softmax_scale)[0] for each in parts])
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor, k: Tensor, v: Tensor, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None,
+    packed_custom_mask=None, causal=False, kv_layout="NHD", pos_encoding_mode="NONE", use_fp16_qk_reduction=False,
+    sm_scale=None, window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto",
+    return_lse=False, kv_cache_sf=None, k_scale=None, v_scale=None,
+) -> Any:  # fmt: skip
+    """[n, H_q, d] over [m, H, d], or [H, m, d] in the layout HND; log-sum-exps are [n, H_q], to base 2."""
+    assert (custom_mask, packed_custom_mask, pos_encoding_mode, logits_soft_cap) == (None, None, "NONE", None)
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    out, sums = softmax_over(q, k, v, causal, window_left, scale=sm_scale)
+    return (out, sums / math.log(2)) if return_lse else out
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """Plans once on the host, for calls with the same lengths."""
+
+    planned = 0
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
+        kv_indptr_buf=None, custom_mask_buf=None, mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
+        variant_owns_mask=False,
+    ) -> None:  # fmt: skip
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None,
+        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False,
+        window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None, q_data_type="float16",
+        kv_data_type=None, o_data_type=None,
+    ) -> None:  # fmt: skip
+        assert qo_indptr.device.type == kv_indptr.device.type == "cpu", "others are waited for"
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        self.lengths = qo_indptr.diff().tolist(), kv_indptr.diff().tolist()
+        self.shape = num_qo_heads, num_kv_heads, head_dim_qk, q_data_type, kv_data_type or q_data_type
+        self.options = causal, window_left
+        type(self).planned += 1
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert (q.shape[1], k.shape[1], q.shape[2], q.dtype, k.dtype) == self.shape
+        queries, keys = self.lengths
+        parts = zip(q.split(queries), k.split(keys), v.split(keys))
+        return torch.cat([softmax_over(*each, *self.options)[0] for each in parts])
+
+
+STUBS = {
+    "flashinfer": (single_prefill_with_kv_cache, BatchPrefillWithRaggedKVCacheWrapper),
+    "flash_attn": (flash_attn_func, flash_attn_varlen_func),
+}
+
+
+def stub(name: str) -> ModuleType:
+    """A library by that name."""
+    module = ModuleType(name)
+    for function in STUBS[name]:
+        setattr(module, function.__name__, function)
+    return module

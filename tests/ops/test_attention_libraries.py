@@ -1,0 +1,282 @@
+"""What FlashInfer and flash-attn are asked for, computed by functions that do as the libraries' documentation says; and
+where they are chosen."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
+from plain_formulas import assert_close_like_lowp
+from test_op_registry import TURBO
+from test_ragged_attention import packed
+
+from shadowkv.engine.startup.loading import backend_lines
+from shadowkv.load_settings import ATTENTION_BACKENDS
+from shadowkv.ops import extension
+from shadowkv.ops.block_attention import flash_attn, flashinfer
+from shadowkv.ops.block_attention import reference as block
+from shadowkv.ops.causal_attention import reference as causal
+from shadowkv.ops.causal_window_attention import reference as window_op
+from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound
+from shadowkv.ops.ragged_attention import flashinfer as ragged_flashinfer
+from shadowkv.ops.ragged_attention import reference as ragged
+from shadowkv.ops.registry import LIBRARIES, PREFERENCE, Ops
+from shadowkv.wording import SettingsError
+
+if torch.cuda.is_available():
+    pytest.skip("the libraries themselves are tested there", allow_module_level=True)
+
+OPS = ("block_attention", "causal_attention", "causal_window_attention", "ragged_attention")
+SHAPES = [(3, 1, 64), (2, 4, 128), (1, 8, 256), (1, 16, 64)]
+"""kv heads, query heads of each, head dim."""
+SIZES = [(1, 1), (1, 77), (64, 64), (37, 130)]
+"""Queries, and keys up to the last of them."""
+
+shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+sizes = pytest.mark.parametrize(("n", "m"), SIZES)
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@pytest.fixture(params=["flashinfer", "flash_attn"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A library's backend, which calls the stub."""
+    monkeypatch.setitem(sys.modules, request.param, stub(request.param))
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setattr(ragged_flashinfer, "_workspace", lambda device: (torch.empty(1, dtype=torch.uint8), event))
+    ragged_flashinfer._planned.cache_clear()
+    return request.param
+
+
+def function(op: str, backend: str) -> Any:
+    return getattr(import_module(f"shadowkv.ops.{op}.{backend}"), op)
+
+
+def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Queries [n, H_q, d], and keys and values [m, H, d] within larger tensors of NaN, as scratch is strided."""
+    scratch = torch.full((2, m + 3, heads + 1, dim), torch.nan)
+    scratch[:, 2 : 2 + m, :heads] = torch.randn(2, m, heads, dim)
+    return (2 * torch.randn(n, heads * group, dim)).to(dtype), *scratch.to(dtype)[:, 2 : 2 + m, :heads]
+
+
+@shapes
+@sizes
+@dtypes
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_and_their_sums_are_the_references(
+    seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
+) -> None:
+    q, k, v = drawn(n, m, heads, group, dim, dtype)
+    args = q, k.transpose(0, 1), v.transpose(0, 1)
+    out, lse = function("block_attention", backend)(*args, is_causal)
+    exact = block.block_attention(*(x.double() for x in args), is_causal)
+    low = block.block_attention(*args, is_causal)
+    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
+    assert_close_like_lowp(out, exact[0], low[0])
+    torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-4, rtol=1e-5)
+
+
+@shapes
+@sizes
+def test_causal_queries_are_the_last(seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int) -> None:
+    args = drawn(n, m, heads, group, dim, torch.bfloat16)
+    exact = causal.causal_attention(*(x.double() for x in args))
+    assert_close_like_lowp(function("causal_attention", backend)(*args), exact, causal.causal_attention(*args))
+
+
+@shapes
+@sizes
+@pytest.mark.parametrize("window", [1, 9, 64, 500])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_have_as_many_tokens_and_sinks_their_share(
+    seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
+) -> None:
+    q, k, v = drawn(n, m, heads, group, dim, torch.bfloat16)
+    sinks = 3 * torch.randn(q.shape[1]) if with_sinks else None
+    exact = window_op.causal_window_attention(q.double(), k.double(), v.double(), window, sinks)
+    low = window_op.causal_window_attention(q, k, v, window, sinks)
+    assert_close_like_lowp(function("causal_window_attention", backend)(q, k, v, window, sinks), exact, low)
+
+
+@shapes
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 64, 65], [130, 3, 1, 40]], ids=str)
+def test_packed_sequences_see_themselves_alone(
+    seed: int, backend: str, heads: int, group: int, dim: int, lengths: list[int]
+) -> None:
+    args = packed(lengths, heads, group, dim, torch.bfloat16)
+    exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+    assert_close_like_lowp(function("ragged_attention", backend)(*args), exact, ragged.ragged_attention(*args))
+
+
+def test_no_packed_sequences(backend: str) -> None:
+    q, k = torch.empty(0, 8, 64), torch.empty(0, 2, 64)
+    starts = torch.zeros(1, dtype=torch.int32)
+    assert function("ragged_attention", backend)(q, k, k, starts, ()).shape == q.shape
+
+
+@pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
+def test_packs_are_planned_once_while_their_layers_take_turns(seed: int, backend: str) -> None:
+    packs = [packed(lengths, 2, 2, 64, torch.bfloat16) for lengths in ([5, 7], [12], [3, 3, 6])]
+    before = BatchPrefillWithRaggedKVCacheWrapper.planned
+    for _ in range(3):
+        for args in packs:
+            ragged_flashinfer.ragged_attention(*args)
+    assert BatchPrefillWithRaggedKVCacheWrapper.planned == before + len(packs)
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_stubs_have_the_signatures_of_what_is_installed(name: str) -> None:
+    """Read from the package's sources: importing it may need a GPU's libraries."""
+    found = find_spec(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    (folder,) = found.submodule_search_locations or ()
+    file = {"flashinfer": "prefill.py", "flash_attn": "flash_attn_interface.py"}[name]
+    tree = ast.parse(Path(folder, file).read_text())
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for one in STUBS[name]:
+        node = defined[one.__name__]
+        pairs = [(one, node)]
+        if isinstance(node, ast.ClassDef):
+            # Overloads come before what they are of.
+            methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+            pairs = [(getattr(one, method), methods[method]) for method in ("__init__", "plan", "run")]
+        for ours, theirs in pairs:
+            assert isinstance(theirs, ast.FunctionDef)
+            own, names = inspect.signature(ours).parameters, [each.arg for each in theirs.args.args]
+            assert [*own] == names[: len(own)]
+            defaults = dict(zip(reversed(names), reversed(theirs.args.defaults)))
+            for each, parameter in own.items():
+                if parameter.default is not inspect.Parameter.empty:
+                    assert ast.literal_eval(defaults[each]) == parameter.default, each
+
+
+# -- where they are chosen -----------------------------------------------------------------------------------------
+
+CASE = replace(TURBO, ops=frozenset((*OPS, "paged_attention", "paged_window_attention", "add_sinks", "rms_norm")))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries, and our kernels, as far as choosing goes."""
+    for op in (*OPS, "paged_attention"):
+        for name in ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn"):
+            if find_spec(f"shadowkv.ops.{op}.{name}"):
+                module = import_module(f"shadowkv.ops.{op}.{name}")
+                monkeypatch.setattr(module, "missing", lambda: [])
+
+
+def test_the_flag_knows_every_library_and_nothing_else() -> None:
+    assert list(ATTENTION_BACKENDS) == ["auto", "shadowkv", *LIBRARIES]
+
+
+def test_what_is_not_measured_is_not_preferred(installed: None) -> None:
+    """Remove a library from here, and put it into ``PREFERENCE``, with the measurement."""
+    assert not {*LIBRARIES.values()} & {backend for order in PREFERENCE.values() for backend in order}
+    for case in (CASE, replace(CASE, dtype=torch.float32), replace(CASE, head_dim=256)):
+        assert Ops("cuda", case).backends == Ops("cuda", case, attention_backend="shadowkv").backends
+
+
+def test_ours_alone_leaves_out_a_library_that_is_preferred(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREFERENCE, "cuda", ("flash_attn", *PREFERENCE["cuda"]))
+    assert Ops("cuda", CASE).backends["causal_attention"] == "flash_attn"
+    assert Ops("cuda", CASE, attention_backend="shadowkv").backends["causal_attention"] == "cuda_sm90_flash"
+    assert Ops("cuda", CASE, attention_backend="flashinfer").backends["causal_attention"] == "flashinfer"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_has_the_ops_that_it_can_serve_and_lines_name_them(installed: None, library: str) -> None:
+    ops, usual = Ops("cuda", CASE, attention_backend=library), Ops("cuda", CASE)
+    assert {op for op, backend in ops.backends.items() if backend == LIBRARIES[library]} == {*OPS}
+    assert {op: ops.backends[op] for op in ops.backends if op not in OPS} == {
+        op: usual.backends[op] for op in usual.backends if op not in OPS
+    }
+    lines = backend_lines(ops, torch.device("cuda"), eager=False)
+    assert f"kernels {LIBRARIES[library]}: {', '.join(OPS)}" in lines
+
+
+def test_an_override_goes_before_a_library(installed: None) -> None:
+    ops = Ops("cuda", CASE, {"causal_attention": "cuda"}, "flash-attn")
+    assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == ("cuda", "flash_attn")
+
+
+@pytest.mark.parametrize(
+    ("library", "changes", "reason"),
+    [
+        ("flashinfer", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
+        ("flash-attn", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
+        ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128, 256"),
+        ("flash-attn", {"head_dim": 264}, "head dim 264 is no multiple of 8 up to 256"),
+        ("flash-attn", {"ops": frozenset({"rms_norm"})}, "no op that is called has a backend of it"),
+    ],
+)
+def test_what_a_library_does_not_take_is_refused_with_the_reason(
+    installed: None, library: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"^attention_backend='{library}' can serve no attention here: {reason}$"):
+        Ops("cuda", replace(CASE, **changes), attention_backend=library)
+
+
+def test_flash_attn_takes_more_head_dims(installed: None) -> None:
+    assert Ops("cuda", replace(CASE, head_dim=96), attention_backend="flash-attn").backends["causal_attention"] == (
+        "flash_attn"
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, and whether packages are there is asked again."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
+    for library in (flashinfer, flash_attn):
+        monkeypatch.setattr(library, "missing", library.missing.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (flashinfer, "flashinfer-python is not installed: "),
+        (flash_attn, "flash-attn is not installed: pip install flash-attn"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, library: Any, words: str
+) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    (reason,) = library.missing()
+    assert reason.startswith(words)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert library.missing() == ["compute capability 7.5 is below 8.0", reason]
+
+
+@pytest.mark.parametrize("found", ["toolkit", PYPI, None, "compiled"])
+def test_flashinfer_needs_a_toolkit_unless_its_kernels_are_compiled(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    def compiler(major: int | None) -> Any:
+        if found is None:
+            raise CompilerNotFound("none")
+        return SimpleNamespace(origin=found)
+
+    there = {"flashinfer", *(["flashinfer_jit_cache"] if found == "compiled" else [])}
+    monkeypatch.setattr(flashinfer, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(flashinfer, "find_compiler", compiler)
+    reasons = flashinfer.missing()
+    assert len(reasons) == (found in (PYPI, None))
+    assert all("with a CUDA toolkit" in reason for reason in reasons)
+
+
+def test_without_a_gpu_neither_can_run() -> None:
+    assert extension.gpu_missing()[0] in flashinfer.missing() and extension.gpu_missing()[0] in flash_attn.missing()
+    for library in LIBRARIES:
+        with pytest.raises(SettingsError, match="there is no CUDA device"):
+            Ops("cpu", attention_backend=library)

@@ -1,0 +1,144 @@
+"""FlashInfer and flash-attn on a GPU against the reference in float64."""
+
+import math
+import os
+from importlib import import_module
+
+import pytest
+import torch
+from plain_formulas import assert_close_like_lowp
+from test_ragged_attention import packed
+
+from shadowkv.ops.block_attention import flash_attn, flashinfer
+from shadowkv.ops.block_attention import reference as block
+from shadowkv.ops.causal_attention import reference as causal
+from shadowkv.ops.causal_window_attention import reference as window_op
+from shadowkv.ops.ragged_attention import reference as ragged
+
+LIBRARIES = [name for name, module in (("flashinfer", flashinfer), ("flash_attn", flash_attn)) if not module.missing()]
+if not LIBRARIES:
+    pytest.skip("; ".join(flashinfer.missing() + flash_attn.missing()), allow_module_level=True)
+
+DIMS = [int(dim) for dim in os.environ.get("ATTENTION_DIMS", "64,128,256").split(",")]
+"""FlashInfer compiles for each, which takes minutes."""
+DTYPES = [torch.bfloat16, torch.float16] if os.environ.get("ATTENTION_DTYPES") != "bfloat16" else [torch.bfloat16]
+SHAPES = [(heads, group, dim) for dim in DIMS for heads, group in ((3, 1), (2, 4), (1, 8), (2, 16))]
+SIZES = [(1, 1), (1, 777), (64, 64), (37, 300), (300, 300), (5, 5000), (700, 1500)]
+"""Queries, and keys up to the last of them."""
+
+library = pytest.mark.parametrize("library", LIBRARIES)
+shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+sizes = pytest.mark.parametrize(("n", "m"), SIZES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def op(name: str, library: str):
+    return getattr(import_module(f"shadowkv.ops.{name}.{library}"), name)
+
+
+def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Queries [n, H_q, d], and keys and values [m, H, d] within larger tensors of NaN, as scratch is strided."""
+    scratch = torch.full((2, m + 3, heads + 1, dim), math.nan, device="cuda", dtype=dtype)
+    scratch[:, 2 : 2 + m, :heads] = torch.randn(2, m, heads, dim, device="cuda")
+    return (2 * torch.randn(n, heads * group, dim, device="cuda")).to(dtype), *scratch[:, 2 : 2 + m, :heads]
+
+
+@library
+@shapes
+@sizes
+@dtypes
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is_causal):
+    q, k, v = drawn(n, m, heads, group, dim, dtype)
+    args = q, k.transpose(0, 1), v.transpose(0, 1)
+    out, lse = op("block_attention", library)(*args, is_causal)
+    exact = block.block_attention(*(x.double() for x in args), is_causal)
+    low = block.block_attention(*args, is_causal)
+    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
+    assert_close_like_lowp(out, exact[0], low[0])
+    assert_close_like_lowp(lse, exact[1], low[1])
+
+
+@library
+@shapes
+@sizes
+@dtypes
+def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dtype):
+    args = drawn(n, m, heads, group, dim, dtype)
+    exact = causal.causal_attention(*(x.double() for x in args))
+    assert_close_like_lowp(op("causal_attention", library)(*args), exact, causal.causal_attention(*args))
+
+
+@library
+@shapes
+@sizes
+@dtypes
+@pytest.mark.parametrize("window", [1, 64, 129, 4096])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window, with_sinks):
+    q, k, v = drawn(n, m, heads, group, dim, dtype)
+    sinks = 3 * torch.randn(q.shape[1], device="cuda") if with_sinks else None
+    exact = window_op.causal_window_attention(q.double(), k.double(), v.double(), window, sinks)
+    low = window_op.causal_window_attention(q, k, v, window, sinks)
+    assert_close_like_lowp(op("causal_window_attention", library)(q, k, v, window, sinks), exact, low)
+
+
+@library
+@shapes
+@dtypes
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 64, 65], [1500, 2, 700, 1024], [40] * 70], ids=str)
+def test_packed_sequences_see_themselves_alone(seed, library, heads, group, dim, dtype, lengths):
+    args = packed(lengths, heads, group, dim, dtype)
+    exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+    for _ in range(2):  # planned, and as planned
+        assert_close_like_lowp(op("ragged_attention", library)(*args), exact, ragged.ragged_attention(*args))
+
+
+@library
+def test_packs_take_turns(seed, library):
+    """More of them than plans are kept, all launched before any is waited for."""
+    attend = op("ragged_attention", library)
+    packs = [packed([100 + count, 900, 3 * count + 1], 2, 4, 128, torch.bfloat16) for count in range(12)]
+    busy = torch.randn(8192, 8192, device="cuda")
+    for _ in range(8):
+        busy @ busy
+    outs = [attend(*args) for _ in range(2) for args in packs]
+    for out, args in zip(outs, 2 * packs):
+        exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+        assert_close_like_lowp(out, exact, ragged.ragged_attention(*args))
+
+
+@library
+def test_no_packed_sequences(library):
+    q, k = torch.empty(0, 8, 128, device="cuda"), torch.empty(0, 2, 128, device="cuda")
+    starts = torch.zeros(1, dtype=torch.int32, device="cuda")
+    assert op("ragged_attention", library)(q, k, k, starts, ()).shape == q.shape
+
+
+@library
+@pytest.mark.parametrize("name", ["block_attention", "causal_attention"])
+@pytest.mark.parametrize(("n", "m"), [(1, 777), (300, 300), (700, 1500)])
+def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
+    """As the pass of a prompt that stays exact is; and the host does not wait."""
+    attend, sides = op(name, library), (0, 1) if name == "block_attention" else (0, 0)
+
+    def run(q, k, v):
+        out = attend(q, k.transpose(*sides), v.transpose(*sides))
+        return out[0] if isinstance(out, tuple) else out
+
+    args = drawn(n, m, 2, 4, 128, torch.bfloat16)
+    run(*args)  # compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*args)
+    for _ in range(2):
+        for x, new in zip(args, drawn(n, m, 2, 4, 128, torch.bfloat16)):
+            x.copy_(new)
+        graph.replay()
+        assert torch.equal(captured, run(*args))
