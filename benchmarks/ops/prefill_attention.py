@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
 import torch
@@ -65,17 +64,8 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The op as chosen here, PyTorch's, and FlashInfer and flash-attn where they are installed."""
-    available = {"chosen": Ops("cuda").causal_attention, "flash": flash, "cudnn": cudnn}
-    if find_spec("flashinfer"):
-        from flashinfer import single_prefill_with_kv_cache
-
-        available["flashinfer"] = lambda q, k, v: single_prefill_with_kv_cache(q, k, v, causal=True)
-    if find_spec("flash_attn"):
-        from flash_attn import flash_attn_func
-
-        available["flash-attn"] = lambda q, k, v: flash_attn_func(q[None], k[None], v[None], causal=True)[0]
-    return available
+    """The op as chosen here, and PyTorch's; other packages' are in ``attention_backends.py``."""
+    return {"chosen": Ops("cuda").causal_attention, "flash": flash, "cudnn": cudnn}
 
 
 @bench(BLOCKS)

@@ -4,6 +4,7 @@ computed on any machine. Parameters have the libraries' names, order and default
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 def softmax_over(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int = -1, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, H_q, d], the last n of m positions, over k, v [m, H, d] from ``left`` before a query's position
-    to ``right`` after it, -1 for all: out [n, H_q, d] and log-sum-exps [n, H_q] to base e."""
+    """Attention of q [n, H_q, d], the last n of m positions, over k, v [m, H, d] from ``left`` before each position to
+    ``right`` after it, -1 for all: out [n, H_q, d] and log-sum-exps [n, H_q] to base e."""
     (n, heads, dim), m = q.shape, len(k)
     keys, values = (x.repeat_interleave(heads // x.shape[1], 1).double() for x in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * (dim**-0.5 if scale is None else scale)
@@ -108,9 +109,52 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         return torch.cat([softmax_over(*each, *self.options)[0] for each in parts])
 
 
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Plans once on the host, for one query of each sequence over its pages."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+    ) -> None:  # fmt: skip
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "HND" and use_tensor_cores
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads, num_kv_heads, head_dim, page_size,
+        q_data_type=None, kv_data_type=None,
+    ) -> None:  # fmt: skip
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        self.pages = [indices[a:b].long() for a, b in pairwise(indptr.tolist())]
+        self.lengths = [(len(own) - 1) * page_size + last for own, last in zip(self.pages, last_page_len.tolist())]
+        self.shape = num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = paged_kv_cache
+        assert self.shape == (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype, k.dtype)
+        outs = []
+        for query, names, length in zip(q, self.pages, self.lengths):
+            rows = (x[names].transpose(1, 2).flatten(0, 1)[:length] for x in (k, v))
+            outs.append(softmax_over(query[None], *rows, False, -1)[0])
+        return torch.cat(outs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None,
+) -> Tensor:  # fmt: skip
+    """Queries [B, n, H_q, d] over pages [N, P, H, d] by names int32 [B, E]; P is a multiple of 256."""
+    assert block_table.dtype == cache_seqlens.dtype == torch.int32 and k_cache.shape[1] % 256 == 0
+    outs = []
+    for queries, names, length in zip(q, block_table, cache_seqlens.tolist()):
+        rows = (x[names.long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+        outs.append(softmax_over(queries, *rows, False, -1)[0])
+    return torch.stack(outs)
+
+
 STUBS = {
-    "flashinfer": (single_prefill_with_kv_cache, BatchPrefillWithRaggedKVCacheWrapper),
-    "flash_attn": (flash_attn_func, flash_attn_varlen_func),
+    "flashinfer": (
+        *(single_prefill_with_kv_cache, BatchPrefillWithRaggedKVCacheWrapper),
+        BatchDecodeWithPagedKVCacheWrapper,
+    ),
+    "flash_attn": (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache),
 }
 
 

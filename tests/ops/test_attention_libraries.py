@@ -140,24 +140,26 @@ def test_stubs_have_the_signatures_of_what_is_installed(name: str) -> None:
     if found is None:
         pytest.skip(f"{name} is not installed")
     (folder,) = found.submodule_search_locations or ()
-    file = {"flashinfer": "prefill.py", "flash_attn": "flash_attn_interface.py"}[name]
-    tree = ast.parse(Path(folder, file).read_text())
-    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    files = {"flashinfer": ("prefill.py", "decode.py"), "flash_attn": ("flash_attn_interface.py",)}[name]
+    bodies = [ast.parse(Path(folder, file).read_text()).body for file in files]
+    # Overloads come before what they are of.
+    defined = {node.name: node for body in bodies for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for one in STUBS[name]:
         node = defined[one.__name__]
         pairs = [(one, node)]
         if isinstance(node, ast.ClassDef):
-            # Overloads come before what they are of.
             methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
             pairs = [(getattr(one, method), methods[method]) for method in ("__init__", "plan", "run")]
         for ours, theirs in pairs:
             assert isinstance(theirs, ast.FunctionDef)
             own, names = inspect.signature(ours).parameters, [each.arg for each in theirs.args.args]
-            assert [*own] == names[: len(own)]
+            if theirs.args.kwarg is None:
+                assert [*own] == names[: len(own)]
+            else:  # others by name
+                assert names == [*own][: len(names)]
             defaults = dict(zip(reversed(names), reversed(theirs.args.defaults)))
-            for each, parameter in own.items():
-                if parameter.default is not inspect.Parameter.empty:
-                    assert ast.literal_eval(defaults[each]) == parameter.default, each
+            for each in own.keys() & defaults.keys():
+                assert ast.literal_eval(defaults[each]) == own[each].default, each
 
 
 # -- where they are chosen -----------------------------------------------------------------------------------------
