@@ -24,7 +24,10 @@ FINDER = runpy.run_path(str(ROOT / "shadowkv/ops/cuda_compiler.py"))
 TARGET, WORK = ROOT / "shadowkv/_cuda", ROOT / "build/cuda"
 TORCH = "0x{:02x}{:02x}000000000000".format(*FINDER["OLDEST_TORCH"])
 TUNED_FOR = "sm_90a"
-GPUS = ("sm_80", TUNED_FOR)
+OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+"""GPUs that the other half of a library is for: Ampere and Ada run what is compiled for sm_80, and for Blackwell the
+driver compiles its PTX, once, when a library is loaded."""
+GPUS = (f"{OTHERS[0]}-{OTHERS[-1].removeprefix('sm_')}", TUNED_FOR)
 ARCHITECTURES = ("arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,code=sm_90a")
 CHOICE = "SHADOWKV_CUDA_OPS"
 CHOICES = ("auto", "yes", "no")
@@ -108,12 +111,14 @@ def build(names: list[str] | None = None, target: Path = TARGET, work: Path = WO
 
 
 def compile_for(source: Path, gpu: str, output: Path) -> subprocess.CompletedProcess[str]:
-    """Compiles a binding for one GPU, without what makes a library of it: the front end sees the host's code, and
-    nothing is linked. Kernels are optimised for ``TUNED_FOR`` alone, where the compiler tells their registers."""
-    # Optimising takes most of the time of the largest sources.
-    fast = [] if gpu == TUNED_FOR else ["--Ofast-compile=max"]
-    target = [*fast, "-cubin", f"-arch={gpu}", str(source), "-o", str(output)]
-    return subprocess.run([find_compiler().nvcc, *compile_flags(), *target], capture_output=True, text=True)
+    """Compiles a binding for one of ``GPUS``, without what makes a library of it: the front end sees the host's code,
+    and nothing is linked. Kernels are optimised for ``TUNED_FOR`` alone, where the compiler tells their registers; for
+    each of ``OTHERS`` PTX becomes machine code, as their drivers would make it."""
+    target = ["-cubin", f"-arch={TUNED_FOR}"]
+    if gpu != TUNED_FOR:  # optimising takes most of the time of the largest sources
+        target = ["--Ofast-compile=max", "-fatbin", f"-gencode=arch=compute_80,code=[{','.join(OTHERS)}]"]
+    command = [find_compiler().nvcc, *compile_flags(), *target, str(source), "-o", str(output)]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def check(names: list[str]) -> bool:

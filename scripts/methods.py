@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA"}
-"""Languages of ops' backends besides their references, by the first word of their files' names."""
+LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA", "flashinfer": "FlashInfer", "flash": "flash-attn"}
+"""Languages of ops' backends besides their references, or whose they are, by the first word of their files' names."""
 
 
 class Method(NamedTuple):
@@ -51,7 +51,7 @@ METHODS = (
         ("kvcache/prefill/attention.py",),
         ("causal_attention", "block_attention", "ragged_attention"),
         (),
-        ("ops/test_ragged_attention.py", "kvcache/test_packed_prefill.py"),
+        ("ops/test_ragged_attention.py", "ops/test_attention_libraries.py", "kvcache/test_packed_prefill.py"),
     ),
     Method(
         "mixtures of experts",

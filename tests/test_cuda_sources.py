@@ -1,6 +1,6 @@
 """The CUDA sources compile for every GPU that they are built for, and kernels spill no registers on a Hopper.
 
-Needs a CUDA compiler, which ``make test-slow`` installs, and no GPU; takes about three minutes of CPU time.
+Needs a CUDA compiler, which ``make test-slow`` installs, and no GPU; takes about four minutes of CPU time.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture
     ops = engine.cache.ops
     assert {op["op"]: op["backend"] for op in told["ops"]} == ops.backends
     assert {op["op"] for op in told["ops"] if op["called"]} == ops.called
-    assert told["chosen_for"] == {"model": EngineConfig().model, "kv": "turbo", "device": "cpu"}
+    chosen_for = {"model": EngineConfig().model, "kv": "turbo", "device": "cpu", "attention_backend": "auto"}
+    assert told["chosen_for"] == chosen_for
     assert told["machine"]["torch"] == torch.__version__
     assert told["machine"]["total_bytes"] > told["machine"]["free_bytes"] > 0
 
@@ -51,6 +52,10 @@ def test_text_has_every_op_and_what_was_found(capsys: pytest.CaptureFixture[str]
         (["--model", "no/such/model.gguf"], "error: "),
         (["--device", "tpu"], "error: --device tpu is not auto, cpu, cuda or cuda:N"),
         (["--kv", "full:budget=2", "--device", "cpu"], "error: "),
+        (
+            ["--attention-backend", "FLASHINFER", "--device", "cpu"],
+            "error: --attention-backend flashinfer can serve no attention here: there is no CUDA device",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +93,15 @@ def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
     assert remedy.endswith("csrc/build_cuda.py")
     assert "could be faster here: " in text.splitlines()[-1]
     assert "GPU           NVIDIA H100, compute capability 9.0, 80.0 GiB" in text
+
+
+@pytest.mark.parametrize("library", ["flashinfer", "flash_attn"])
+def test_a_library_of_attention_is_in_the_table(hopper: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    for op in ("block_attention", "causal_attention", "ragged_attention"):
+        monkeypatch.setattr(f"shadowkv.ops.{op}.{library}.missing", lambda: [])
+    table = rows(as_text(MACHINE, choices_for("llama-3.1-8b", "full", "cuda", library.replace("_", "-"))))
+    assert table["causal_attention"] == table["ragged_attention"] == library
+    assert table["paged_attention"].startswith("PyTorch ")
 
 
 def test_a_library_that_does_not_load_says_why(hopper: Path) -> None:
