@@ -18,7 +18,7 @@ FILES = [
     ],
     [
         *("test_ragged_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),
-        *("test_triton_ops.py", "test_triton_storing.py"),
+        *("test_triton_ops.py", "test_triton_storing.py", "test_window_ops.py"),
     ],
 ]
 

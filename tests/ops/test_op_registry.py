@@ -82,9 +82,8 @@ def test_backends_say_what_they_lack_in_one_way() -> None:
 def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
-    windows = "paged_window_attention", "causal_window_attention", "add_sinks"  # no layer of this model has one
-    # Nor does it call the others: its weights are plain, and steps are graphs.
-    assert slow == {"dequantise_rows", *FusedLayers.calls, *windows}
+    # It calls none of them: its weights are plain, and steps are graphs.
+    assert slow == {"dequantise_rows", *FusedLayers.calls}
     assert ops.backends["quantised_matmul"] == "humming"
     assert ops.backends["grouped_matmul"] == "cuda"
     assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"

@@ -49,6 +49,31 @@ struct BfloatRows {
   }
 };
 
+// Plain bfloat16, in pages that hold any number of tokens in a row from any one on.
+struct WindowRows : BfloatRows {
+  static constexpr bool kSkipping = true;
+
+  const int64_t* starts; // [batch, entries]
+  int64_t starts_row;
+
+  // The number kept for a tile are its end, past which tokens are not its own, and, in the upper half, its begin; 0 if
+  // it has no token.
+  struct Tokens {
+    static constexpr int kNone = 0;
+    const int64_t *starts, *counts;
+    __device__ __forceinline__ int tile(int entry, int first) const {
+      const int begin = max(int(starts[entry]) - first, 0), end = int(counts[entry]) - first;
+      return begin < min(end, kPagedTile) ? begin << 16 | end : kNone;
+    }
+    __device__ __forceinline__ bool any(int kept) const { return kept > 0; }
+    __device__ __forceinline__ int end(int kept) const { return kept & 0xffff; }
+    __device__ __forceinline__ int begin(int kept) const { return kept >> 16; }
+  };
+  __device__ __forceinline__ Tokens tokens(int64_t sequence) const {
+    return {starts + sequence * starts_row, counts + sequence * counts_row};
+  }
+};
+
 // Two e4m3 numbers in the lower half of x as float16, exactly. Older GPUs, which have no instruction for it, read NaN
 // as 480.
 __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t x) {

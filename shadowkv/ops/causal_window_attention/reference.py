@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -11,14 +13,36 @@ QUERIES_AT_ONCE = 256
 of 512 took half as long as with 1,024 at a time, with one of 4,096 as long."""
 
 
-def causal_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
+def causal_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    lengths: Sequence[int] = (),
+) -> Tensor:
     """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each over the newest
     ``window`` positions up to its own.
 
-    ``sinks``, float32 [H_q], are scores of one more position in every softmax, whose value is 0.
+    Args:
+        sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
+        cu_seqlens: None for one sequence. Of S packed ones, which are whole (n = m) and see themselves alone: int32
+            [S + 1], the start of each, from 0 to n; each has at least one token.
+        lengths: tokens of each of those, for the host.
     """
-    n, m = q.shape[0], k.shape[0]
     out = torch.empty_like(q)
+    if cu_seqlens is None:
+        _attend(q, k, v, window, sinks, out)
+        return out
+    for queries, keys, values, into in zip(*(x.split(list(lengths)) for x in (q, k, v, out)), strict=True):
+        _attend(queries, keys, values, window, sinks, into)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, out: Tensor) -> None:
+    """Writes that of one sequence."""
+    n, m = q.shape[0], k.shape[0]
     for start in range(0, n, QUERIES_AT_ONCE):
         stop = min(start + QUERIES_AT_ONCE, n)
         first, last = max(0, m - n + start - window + 1), m - n + stop
@@ -32,4 +56,3 @@ def causal_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, sinks:
             keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
         some = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         out[start:stop] = some.squeeze(0).transpose(0, 1)
-    return out

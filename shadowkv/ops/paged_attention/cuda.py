@@ -34,16 +34,21 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     device and are not checked: a count over 64, or a page past the views with a nonzero count, reads out of bounds.
     Page names with a count of 0 are arbitrary.
     """
+    return attend("paged_attention", q, k, v, pages, counts)
+
+
+def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Calls one of the kernels for pages [B, E], with what says which of their tokens are attended to."""
     (batch, query_heads, dim), heads = q.shape, k.shape[1]
     if dim not in RESIDENT_BLOCKS:
-        raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what paged_attention takes in CUDA")
+        raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what {op} takes in CUDA")
     q = q.contiguous()
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     split = splits(batch * heads, pages.shape[1], dim, processors, RESIDENT_BLOCKS)
     out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
     partial_out = lse.new_empty(batch, query_heads, split, dim)
     partial_lse = lse.new_empty(batch, query_heads, split)
-    torch.ops.shadowkv_cuda.paged_attention(q, k, v, pages, counts, out, lse, partial_out, partial_lse)
+    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, partial_out, partial_lse)
     return out, lse
 
 

@@ -1,4 +1,5 @@
-"""Causal attention of packed sequences in one Triton launch (FlashAttention-2, arXiv:2307.08691), in any dtype."""
+"""Causal attention of packed sequences in one Triton launch (FlashAttention-2, arXiv:2307.08691), in any dtype; of one
+sequence too, within a window, and with sinks (``causal_window_attention``)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,20 @@ def supports(case: Case) -> list[str]:
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
-    (tokens, heads, dim), count = q.shape, len(cu_seqlens) - 1
+    return attend(q, k, v, cu_seqlens)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As ``causal_window_attention``, for head dims up to 256; without a window each position sees all up to its own.
+    The last dimension of every tensor is dense."""
+    (tokens, heads, dim), count = q.shape, 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
@@ -29,35 +43,45 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length
     rows, keys = (128, 64) if narrow else (64, 32)
     # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.
     _attend[(tokens // rows + count, heads)](
-        q, k, v, cu_seqlens, out, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), count,
-        1 / (math.sqrt(dim) * math.log(2)), GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block,
+        q, k, v, cu_seqlens, sinks, out, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        count, tokens, len(k) - tokens, window or 0, 1 / (math.sqrt(dim) * math.log(2)),
+        GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block, PACKED=cu_seqlens is not None,
+        WINDOWED=window is not None, SINKS=sinks is not None,
         ROWS=rows, KEYS=keys, num_warps=8 if narrow and block >= 128 else 4, num_stages=2 if narrow else 1,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["cu_seqlens"])
+@triton.jit(
+    do_not_specialize=["count", "tokens", "before", "window"], do_not_specialize_on_alignment=["cu_seqlens", "sinks"]
+)
 def _attend(
-    q, k, v, cu_seqlens, out, q_row, q_head, k_row, k_head, v_row, v_head, count, scale,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, cu_seqlens, sinks, out, q_row, q_head, k_row, k_head, v_row, v_head, count, tokens, before, window, scale,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of one sequence and head."""
+    """One tile of the queries of one sequence and head. A sequence that is not packed has ``before`` positions without
+    queries first."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on: as many as it needs, or one more.
-    sequence = 0
-    last = count - 1
-    while sequence < last:
-        middle = (sequence + last + 1) // 2
-        begun = tl.load(cu_seqlens + middle) // ROWS + middle <= tile
-        sequence = tl.where(begun, middle, sequence)
-        last = tl.where(begun, last, middle - 1)
-    start = tl.load(cu_seqlens + sequence)
-    length = tl.load(cu_seqlens + sequence + 1) - start
-    first = (tile - start // ROWS - sequence) * ROWS
+    if PACKED:
+        # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on: as many as it needs, or one more.
+        sequence = 0
+        last = count - 1
+        while sequence < last:
+            middle = (sequence + last + 1) // 2
+            begun = tl.load(cu_seqlens + middle) // ROWS + middle <= tile
+            sequence = tl.where(begun, middle, sequence)
+            last = tl.where(begun, last, middle - 1)
+        start = tl.load(cu_seqlens + sequence)
+        length = tl.load(cu_seqlens + sequence + 1) - start
+        first = (tile - start // ROWS - sequence) * ROWS
+    else:
+        start = 0
+        length = tokens
+        first = tile * ROWS
 
     row, dim = first + tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
-    base, lives = start.to(tl.int64), (row < length)[:, None] & (dim < DIM)[None, :]
+    base, lives = start.to(tl.int64) if PACKED else 0, (row < length)[:, None] & (dim < DIM)[None, :]
     x = tl.load(
         q + (base + row)[:, None] * q_row + head * q_head + dim[None, :], mask=lives, other=0.0
     )  # [ROWS, DIM_BLOCK]
@@ -66,23 +90,37 @@ def _attend(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)  # 0 for a surplus tile
-    # All rows see the keys before their tile.
-    most, total, sums = _add(
-        x, keys, values, k_row, v_row, row, 0, tl.minimum(first, end), end, scale, most, total, sums,
-        False, DIM, DIM_BLOCK, KEYS,
-    )  # fmt: skip
-    most, total, sums = _add(
-        x, keys, values, k_row, v_row, row, first, end, end, scale, most, total, sums, True, DIM, DIM_BLOCK, KEYS
-    )
+    position, from_here = before + row, before + first  # among the keys
+    end = tl.where(first < length, tl.minimum(from_here + ROWS, before + length), 0)  # 0 for a surplus tile
+    if WINDOWED:
+        most, total, sums = _add(
+            x, keys, values, k_row, v_row, position, tl.maximum(from_here - window + 1, 0), end, end, window, scale,
+            most, total, sums, True, True, DIM, DIM_BLOCK, KEYS,
+        )  # fmt: skip
+    else:
+        # All rows see the keys before their tile.
+        most, total, sums = _add(
+            x, keys, values, k_row, v_row, position, 0, tl.minimum(from_here, end), end, window, scale,
+            most, total, sums, False, False, DIM, DIM_BLOCK, KEYS,
+        )  # fmt: skip
+        most, total, sums = _add(
+            x, keys, values, k_row, v_row, position, from_here, end, end, window, scale,
+            most, total, sums, True, False, DIM, DIM_BLOCK, KEYS,
+        )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634  # log2(e)
+        highest = tl.maximum(most, sink)
+        faded = tl.exp2(most - highest)
+        total = total * faded + tl.exp2(sink - highest)
+        sums = sums * faded[:, None]
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + ((base + row)[:, None] * HEADS + head) * DIM + dim[None, :], result, mask=lives)
 
 
 @triton.jit
 def _add(
-    x, keys, values, k_row, v_row, row, start, stop, end, scale, most, total, sums,
-    CAUSAL: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    x, keys, values, k_row, v_row, position, start, stop, end, window, scale, most, total, sums,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys from ``start`` to ``stop`` to a base-2 softmax; keys from ``end`` on belong to another sequence."""
     dim = tl.arange(0, DIM_BLOCK)
@@ -93,11 +131,16 @@ def _add(
         some = tl.load(keys + place * k_row + dim[None, :], mask=there, other=0.0)
         scores = tl.dot(x, tl.trans(some), input_precision="ieee") * scale
         if CAUSAL:
-            seen = (key[None, :] <= row[:, None]) & (key < end)[None, :]
+            seen = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp2(scores - highest[:, None])
-        faded = tl.exp2(most - highest)
+        peak = highest
+        if WINDOWED:  # some rows see none of the first keys
+            peak = tl.where(highest > float("-inf"), highest, 0.0)
+        weights = tl.exp2(scores - peak[:, None])
+        faded = tl.exp2(most - peak)
         total = total * faded + tl.sum(weights, 1)
         some = tl.load(values + place * v_row + dim[None, :], mask=there, other=0.0)
         sums = sums * faded[:, None] + tl.dot(weights.to(some.dtype), some, input_precision="ieee")
