@@ -58,7 +58,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:
-        ops |= {"add_sinks", "block_attention"}
+        ops |= {"add_sinks", "block_attention", "causal_window_attention"}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(

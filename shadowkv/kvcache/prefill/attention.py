@@ -171,16 +171,14 @@ class Prefill:
         """Attention of new sequences, which are whole."""
         rows = slice(run.start, run.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-        if sinks is None and (self.layout.window is None or max(run.lengths) <= self.layout.window):
+        window, longest = self.layout.window, max(run.lengths)
+        if sinks is None and (window is None or longest <= window):
             attended: Tensor = self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.lengths)
-            return attended
-        window, parts, each = self.layout.window, [], (x.split(run.lengths) for x in (q, keys, values))
-        for queries, k, v in zip(*each, strict=True):
-            if window is None:
-                parts.append(self._attend_causally(queries, k, v, sinks))
-            else:
-                parts.append(self.ops.causal_window_attention(queries, k, v, window, sinks))
-        return torch.cat(parts)
+        else:
+            attended = self.ops.causal_window_attention(
+                q, keys, values, window or longest, sinks, run.cu_seqlens, run.lengths
+            )
+        return attended
 
     def _attend_runs(
         self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...], sinks: Tensor | None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from shadowkv.ops.ragged_attention.reference import of_each
 
 QUERIES_AT_ONCE = 256
 """Queries that attend at a time: their keys are few more than a window has. On one core, 2,048 queries with a window
@@ -31,17 +34,13 @@ def causal_window_attention(
             [S + 1], the start of each, from 0 to n; each has at least one token.
         lengths: tokens of each of those, for the host.
     """
+    attend = partial(_attend, window=window, sinks=sinks)
+    return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, lengths)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+    """That of one sequence."""
     out = torch.empty_like(q)
-    if cu_seqlens is None:
-        _attend(q, k, v, window, sinks, out)
-        return out
-    for queries, keys, values, into in zip(*(x.split(list(lengths)) for x in (q, k, v, out)), strict=True):
-        _attend(queries, keys, values, window, sinks, into)
-    return out
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, out: Tensor) -> None:
-    """Writes that of one sequence."""
     n, m = q.shape[0], k.shape[0]
     for start in range(0, n, QUERIES_AT_ONCE):
         stop = min(start + QUERIES_AT_ONCE, n)
@@ -56,3 +55,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, 
             keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
         some = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         out[start:stop] = some.squeeze(0).transpose(0, 1)
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,5 +17,10 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length
         cu_seqlens: int32 [S + 1], the start of each sequence, from 0 to T; each has at least one token.
         lengths: tokens of each sequence: the same for the host, so that it need not wait for ``cu_seqlens``.
     """
-    parts = [causal_attention(*each) for each in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)]
+    return of_each(causal_attention, q, k, v, lengths)
+
+
+def of_each(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """What ``attend`` makes of each of packed sequences, one after the other."""
+    parts = [attend(*each) for each in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)]
     return torch.cat(parts) if parts else torch.empty_like(q)
