@@ -21,6 +21,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length
 
 
 def of_each(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """What ``attend`` makes of each of packed sequences, one after the other."""
+    """What ``attend`` makes of q [n, H_q, d], k and v [n, H, d] of each of packed sequences, one after the other:
+    [T, H_q, d] of all."""
     parts = [attend(*each) for each in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)]
     return torch.cat(parts) if parts else torch.empty_like(q)
