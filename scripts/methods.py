@@ -56,9 +56,14 @@ METHODS = (
     Method(
         "mixtures of experts",
         ("layers/moe.py", "models/checkpoints/experts.py"),
-        ("grouped_matmul",),
+        ("grouped_matmul", "grouped_quantised_matmul"),
         (),
-        ("ops/test_grouped_matmul.py", "models/test_experts.py", "models/test_experts_engine.py"),
+        (
+            "ops/test_grouped_matmul.py",
+            "ops/test_packed_experts.py",
+            "models/test_experts.py",
+            "models/test_experts_engine.py",
+        ),
     ),
     Method(
         "sliding windows",

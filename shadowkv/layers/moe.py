@@ -14,7 +14,6 @@ from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import GATES, MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec, Routing
-from shadowkv.ops.grouped_matmul.reference import experts_rows
 
 BEST_OF_GROUP = 2
 """Experts whose scores are added up for a group's own."""
@@ -72,7 +71,6 @@ class ExpertsProjection(Computing):
     """y = x W_eᵀ + b_e of sorted rows, each of one of ``count`` experts e. The weights, whose rows are those of one
     expert after the other, as are biases, are uninitialised until a loader fills them."""
 
-    calls = ("grouped_matmul",)
     weight: nn.Parameter | QuantisedMatrix
     bias: nn.Parameter | None
 
@@ -80,44 +78,43 @@ class ExpertsProjection(Computing):
         self, spec: LayerSpec, name: str, count: int, in_features: int, out_features: int, *, bias: bool
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.count, self.out_features = count, out_features
         if runs := spec.runs.get(f"{name}.weight"):
             self.weight = QuantisedMatrix(in_features, runs, dtype=spec.dtype, device=spec.device)
+            self.calls = ("grouped_quantised_matmul",)
         else:
             weight = torch.empty(count * out_features, in_features, dtype=spec.dtype, device=spec.device)
             self.weight = nn.Parameter(weight, requires_grad=False)
+            self.calls = ("grouped_matmul",)
         self.bias = None
         if bias:
             empty = torch.empty(count * out_features, dtype=spec.dtype, device=spec.device)
             self.bias = nn.Parameter(empty, requires_grad=False)
 
-    def forward(self, x: Tensor, number: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, number: Tensor, offsets: Tensor) -> Tensor:
         """Products of rows, those of experts that are not here last; these have any numbers.
 
         Args:
             x: [S, in_features].
             number: int64 [S], the expert of every row, sorted; ``count`` where it is not here.
-            ends: int32 [count], where the rows of each expert end.
+            offsets: int32 [count + 1], where the rows of each expert begin, and where the last one's end.
 
         Returns:
             [S, out_features].
         """
-        product = self._product(x, ends)
+        product = self._product(x, offsets)
         if self.bias is None:
             return product
         bias = self.bias.view(-1, self.out_features)
         return product.add_(bias[number.clamp_max(len(bias) - 1)])
 
-    def _product(self, x: Tensor, ends: Tensor) -> Tensor:
-        if not isinstance(self.weight, QuantisedMatrix):
-            weight = self.weight.view(-1, self.out_features, self.in_features)
-            product: Tensor = self.ops.grouped_matmul(x, weight, ends)
-            return product
-        out = x.new_empty(len(x), self.out_features)
-        for expert, rows in experts_rows(ends):
-            first = expert * self.out_features
-            out[rows] = self.weight(x[rows], first, first + self.out_features)
-        return out
+    def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
+        product: Tensor
+        if isinstance(self.weight, QuantisedMatrix):
+            product = self.ops.grouped_quantised_matmul(x, self.weight.of_experts, offsets)
+        else:
+            product = self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
+        return product
 
 
 class RoutedExperts(Computing):
@@ -149,9 +146,10 @@ class RoutedExperts(Computing):
         if not self.all_here:  # others are sorted behind those that are here
             number = number.masked_fill((number < 0) | (number >= self.count), self.count)
         number, order = number.sort(stable=True)
-        ends = torch.searchsorted(number, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        offsets = torch.searchsorted(number, torch.arange(self.count + 1, device=x.device), out_int32=True)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
-        out = self.down(getattr(self.ops, self.gate)(self.gate_up(x[order // per_token], number, ends)), number, ends)
+        gate = getattr(self.ops, self.gate)
+        out = self.down(gate(self.gate_up(x[order // per_token], number, offsets)), number, offsets)
         if not self.all_here:
             out = out.masked_fill((number == self.count).unsqueeze(1), 0)
         of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, x.shape[1])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.layers.computing import Computing
-from shadowkv.ops.quantised.rows import Form, QuantisedRows, empty_rows
-from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
+from shadowkv.ops.quantised.rows import Form, QuantisedRows, cut_out, empty_rows
+from shadowkv.ops.quantised_matmul.humming import PackedExperts, PackedRows, pack_experts, pack_rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class QuantisedMatrix(Computing):
     Attributes:
         parts: the tensors of each run, one after the other: those of its form, or one [rows, K].
         packed: pieces of the rows in the layout of a GPU's products, and where each begins, once ``pack`` made them.
-        packed_parts: their tensors.
+        experts: all rows as matrices of experts in that layout, once ``pack_experts`` made them.
+        packed_parts: tensors of what was packed.
     """
 
     PARTS: ClassVar[str] = ".parts."
@@ -58,6 +59,7 @@ class QuantisedMatrix(Computing):
             nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
         )
         self.packed: list[tuple[int, Tensor | PackedRows]] | None = None
+        self.experts: PackedExperts | None = None
         self.packed_parts = nn.ParameterList()
 
     def _empty(self, run: Run, device: torch.device) -> tuple[Tensor, ...]:
@@ -82,14 +84,13 @@ class QuantisedMatrix(Computing):
 
     def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
         """Rows ``start`` to ``stop`` as they are stored, run by run: views."""
+        return cut_out(self._stored_runs(), start, stop)
+
+    def _stored_runs(self) -> Iterator[Tensor | QuantisedRows]:
         tensors = iter(self.parts)
         for run, count in zip(self.runs, self._counts, strict=True):
             parts = tuple(next(tensors) for _ in range(count))
-            if start < min(stop, run.rows):
-                if start > 0 or stop < run.rows:
-                    parts = tuple(part[start:stop] for part in parts)
-                yield parts[0] if run.form is None else QuantisedRows(parts, run.form)
-            start, stop = max(0, start - run.rows), stop - run.rows
+            yield parts[0] if run.form is None else QuantisedRows(parts, run.form)
 
     def pack(self, borders: Iterable[int] = (), *, looked_up: bool = False) -> list[PackedRows]:
         """Packs filled rows, on a GPU, for its products; returns what was packed.
@@ -106,12 +107,23 @@ class QuantisedMatrix(Computing):
                 begin += len(rows)
         self.packed = pieces
         packed = [rows for _, rows in pieces if isinstance(rows, PackedRows)]
-        tensors = [tensor for rows in packed for tensor in rows.tensors.values()]
-        self.packed_parts = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
+        self.packed_parts = _parameters(tensor for rows in packed for tensor in rows.tensors.values())
         if not looked_up:
-            plain = [rows for _, rows in pieces if isinstance(rows, Tensor)]
-            self.parts = nn.ParameterList(nn.Parameter(rows, requires_grad=False) for rows in plain)
+            self.parts = _parameters(rows for _, rows in pieces if isinstance(rows, Tensor))
         return packed
+
+    def pack_experts(self, experts: int) -> PackedExperts:
+        """As ``pack``, for ``of_experts``: rows of one form, those of one of so many experts after the other's."""
+        (rows,) = self._stored_runs()
+        assert isinstance(rows, QuantisedRows)
+        self.experts = pack_experts(rows, experts)
+        self.packed_parts, self.parts = _parameters(self.experts.tensors.values()), nn.ParameterList()
+        return self.experts
+
+    @property
+    def of_experts(self) -> list[Tensor | QuantisedRows] | PackedExperts:
+        """All rows as products of experts take them."""
+        return [*self._stored_runs()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
         """Rows ``start`` to ``stop`` as products take them."""
@@ -134,6 +146,10 @@ class QuantisedMatrix(Computing):
         (rows,) = self.stored(0, self.runs[0].rows)
         found = rows[index]
         return self.ops.dequantise_rows(found).to(self.dtype) if isinstance(found, QuantisedRows) else found
+
+
+def _parameters(tensors: Iterable[Tensor]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
 
 
 class QuantisedLinear(nn.Module):

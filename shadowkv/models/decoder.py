@@ -14,12 +14,13 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.linear import SCALE
+from shadowkv.layers.moe import ExpertsProjection
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
-from shadowkv.ops.quantised_matmul.humming import PackedRows, compile_kernels
+from shadowkv.ops.quantised_matmul.humming import Packed, compile_kernels
 from shadowkv.ops.registry import Ops
 
 
@@ -98,10 +99,12 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Packs filled weights that stay quantised for the products of a GPU, and compiles these."""
-        packed = list[PackedRows]()
+        packed = list[Packed]()
         for module in self.modules():
             if isinstance(module, QuantisedLinear):
                 packed += module.weight.pack(module.borders)
+            elif isinstance(module, ExpertsProjection) and isinstance(module.weight, QuantisedMatrix):
+                packed.append(module.weight.pack_experts(module.count))
         head = self.embedding if self.head is None else self.head
         if isinstance(head, QuantisedMatrix):
             packed += head.pack(looked_up=self.head is None)
@@ -137,12 +140,11 @@ class Decoder(nn.Module):
     @property
     def weights_in_words(self) -> str:
         """How weights are stored."""
-        dtype, quantised = str(self.dtype).removeprefix("torch."), self.config.quantization
-        quantised = quantised or " and ".join(self.forms)
-        if not quantised:
-            return dtype
-        but = " but those of experts" if self.config.quantization and self.config.experts else ""
-        return f"{dtype}, {quantised} weights{but}"
+        dtype, forms = str(self.dtype).removeprefix("torch."), " and ".join(self.forms)
+        if self.config.quantization is None:
+            return f"{dtype}, {forms} weights" if forms else dtype
+        experts = f", those of experts in {forms or dtype}" if self.config.experts else ""
+        return f"{dtype}, {self.config.quantization} weights{experts}"
 
     @property
     def forms(self) -> list[str]:

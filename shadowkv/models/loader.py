@@ -86,7 +86,7 @@ def load_plan(
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
 
-    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it.
+    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, but for experts.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if path.suffix == ".gguf":
@@ -95,7 +95,7 @@ def load_plan(
         forms = storage.planned_forms(config, format, quantization)
     if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
         with naming(path, OTHER_MODEL):
-            return replace(config, quantization="fp8"), {}
+            return replace(config, quantization="fp8"), storage.of_experts(forms)
     return config, forms
 
 
@@ -116,7 +116,7 @@ def plan_on(
     forms alone that weights stay in."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
-    return config, storage.kept(forms, dtype, device)
+    return config, storage.kept(forms, config, dtype, device)
 
 
 def load_model(
@@ -206,9 +206,7 @@ def _load(
 ) -> tuple[Decoder, tuple[str, ...]]:
     """A rank's part of a model, and what was done to weights that the user may not expect, one line each."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    stay = config.quantization is None
-    kept = storage.kept(files.forms, dtype, device) if stay else {}
-    forms = dict(kept)
+    forms, changed = storage.kept(files.forms, config, dtype, device), list[str]()
     notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
@@ -220,18 +218,18 @@ def _load(
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
+            forms = storage.kept(forms, config, dtype, device)  # without what those leave alone in their experts
     runs = stored_runs(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
     model = Decoder(shard.config, dtype, device, runs, group)
     fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
     if device.type == "cuda":
         model.pack()
-    if stay:
-        others = {weight: form for weight, form in files.forms.items() if weight not in kept}
-    else:
-        in_fp8 = quantised(model, targets)
-        others = {weight: form for weight, form in files.forms.items() if weight not in in_fp8}
-        notes += [] if files.method is None else storage.in_fp8(files.forms, in_fp8)
+    in_fp8 = quantised(model, targets)
+    if in_fp8 and files.method is not None:
+        notes += storage.in_fp8(files.forms, in_fp8)
+    as_they_are = {*forms, *changed, *in_fp8}
+    others = {weight: form for weight, form in files.forms.items() if weight not in as_they_are}
     notes += storage.dequantised(others, shapes, dtype, device, config.quantization)
     return model, tuple(notes)
 

@@ -27,20 +27,36 @@ Forms = Mapping[str, Form]
 """Of quantised weights, by name."""
 
 
-def kept(forms: Forms, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
+def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
     """Those of the weights that stay in their form where activations are in ``dtype``: where there are products for it,
-    for experts on a GPU there are none. Others are dequantised as they load."""
+    with 8-bit arithmetic of experts alone. Others are dequantised as they load."""
     backend = choose("quantised_matmul", device).backend
+    if config.quantization is not None:
+        forms = of_experts(forms)
     if device.type == "cuda":
-        small = {name: form for name, form in on_gpus(forms).items() if humming.takes(form, dtype)}
-        return small if backend == "humming" else {}
+        return on_gpus(forms, config, dtype) if backend == "humming" else {}
     in_cpp = backend == "cpu"
     return {name: form for name, form in forms.items() if isinstance(form, GroupForm) or (in_cpp and in_blocks(form))}
 
 
-def on_gpus(forms: Forms) -> dict[str, Form]:
-    """Those of the weights that a GPU may multiply in their form: experts none does."""
-    return {name: form for name, form in forms.items() if not _of_experts(name)}
+def on_gpus(forms: Forms, config: ModelConfig, dtype: torch.dtype) -> dict[str, Form]:
+    """Those of the weights that GPUs multiply in their form: of experts where all weights of a layer's projection have
+    the same, as they are one tensor then."""
+    small = {name: form for name, form in forms.items() if humming.takes(form, dtype)}
+    targets, forms_in = family(config.architecture).targets(config), dict[str, set[Form | None]]()
+    for name, target in targets.items():
+        if _of_experts(name):
+            forms_in.setdefault(target.parameter, set()).add(small.get(name))
+
+    def alike(name: str) -> bool:
+        return not _of_experts(name) or (name in targets and len(forms_in[targets[name].parameter]) == 1)
+
+    return {name: form for name, form in small.items() if alike(name)}
+
+
+def of_experts(forms: Forms) -> dict[str, Form]:
+    """Those of the weights that are of experts among which tokens choose."""
+    return {name: form for name, form in forms.items() if _of_experts(name)}
 
 
 def _of_experts(name: str) -> bool:
@@ -96,7 +112,7 @@ def dequantised(
     that of the products."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
-        names_of.setdefault(_why(name, dtype, device, quantization), []).append(name)
+        names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)
     lines = []
     for why, names in names_of.items():
         stored = sum(prod(shapes[name][:-1]) * row_bytes(forms[name], shapes[name][-1]) for name in names)
@@ -109,11 +125,10 @@ def dequantised(
     return lines
 
 
-def _why(name: str, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
+def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
     """Why a weight does not stay as it is."""
-    experts = device.type == "cuda" and _of_experts(name)
-    if device.type == "cuda" and not experts:
-        if quantization is not None:
+    if device.type == "cuda":
+        if quantization is not None and not _of_experts(name):
             return f"quantization={quantization!r} keeps projections alone in few bits"
         if missing := humming.missing():
             return "; ".join(missing)
@@ -121,7 +136,9 @@ def _why(name: str, dtype: torch.dtype, device: torch.device, quantization: str 
             return (
                 f"on {device} weights stay as they are with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
             )
-    return f"on {device} nothing multiplies {'experts' if experts else 'them'} as they are"
+        if _of_experts(name) and humming.takes(form, dtype):
+            return "experts stay as they are where all weights of a projection have one form"
+    return f"on {device} nothing multiplies them as they are"
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:

@@ -34,6 +34,7 @@ NAMES = (
     "find_outliers",
     "gelu_mul",
     "grouped_matmul",
+    "grouped_quantised_matmul",
     "low_rank_basis",
     "merge_attention",
     "min_max_scores",

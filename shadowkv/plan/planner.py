@@ -118,7 +118,7 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     For a model that is split across ranks the figures are one rank's, and communication between ranks takes no time.
-    Weights in ``forms``, by name, are planned as they are stored, but for experts, which GPUs hold dequantised.
+    Weights in ``forms``, by name, are planned as they are stored where GPUs multiply them so.
 
     Attributes:
         shard: that rank's part; ``config`` is the model as the rank sees it.
@@ -126,7 +126,7 @@ class Planner:
         weights: how they are stored, in words.
         quantization: how those of projections are quantised, in words; None if they are not.
         weight_bytes: of the whole model.
-        plain_experts: forms of the experts that are dequantised, in words; empty where there are none.
+        plain: forms of the weights that are planned dequantised, in words; empty where there are none.
         dequantised_bytes: of it with weights in ``forms`` dequantised, as a GPU without products for them holds them;
             None where there are none.
         bytes_read: bytes of the weights that a step of so many sequences reads (``Decoder.bytes_read``).
@@ -150,9 +150,9 @@ class Planner:
     ) -> None:
         self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
-        self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
-        group, small = Group(shard.rank, shard.size), on_gpus(forms)
-        self.plain_experts = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
+        self.hit_rate, self.fetch_buffer, self.forms = hit_rate, fetch_buffer, forms
+        group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
+        self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
         model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
@@ -212,7 +212,8 @@ class Planner:
             if size > self.shard.size:
                 try:
                     shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)
-                    other = Planner(shard, self.dtype, self.context, self.machine, self.hit_rate, self.fetch_buffer)
+                    rest = self.context, self.machine, self.hit_rate, self.fetch_buffer
+                    other = Planner(shard, self.dtype, *rest, forms=self.forms)
                     if other._largest_batch(other._layout(spec)).both:
                         return size
                 except ValueError:  # it cannot be cut up for so many

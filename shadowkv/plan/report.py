@@ -68,11 +68,9 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
 def _dequantised(planner: Planner) -> list[str]:
     """What the figures assume of quantised weights."""
     lines = []
-    if planner.plain_experts:
+    if planner.plain:
         dtype = str(planner.dtype).removeprefix("torch.")
-        lines.append(
-            f"         experts in {planner.plain_experts} counted in {dtype}: no GPU multiplies them as they are"
-        )
+        lines.append(f"         those in {planner.plain} counted in {dtype}: GPUs do not multiply them as they are")
     if planner.dequantised_bytes is None:
         return lines
     return [

@@ -240,8 +240,14 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "rebuild_rows": no_pages_to_rebuild,
     "grouped_matmul": lambda ops: returns(
-        ops.grouped_matmul(floats(0, D), floats(3, H, D), torch.zeros(3, dtype=torch.int32, device=DEVICE)),
+        ops.grouped_matmul(floats(0, D), floats(3, H, D), torch.zeros(4, dtype=torch.int32, device=DEVICE)),
         ((0, H), None),
+    ),
+    "grouped_quantised_matmul": lambda ops: returns(
+        ops.grouped_quantised_matmul(
+            floats(0, 64), [blocks_of(6, 36, "Q4_0")], torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        ),
+        ((0, 2), None),
     ),
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
     "apply_rope": lambda ops: returns(ops.apply_rope(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
@@ -283,7 +289,9 @@ def test_every_op_is_here() -> None:
 
 if ON_GPU or INTERPRETED:
     # Rows of 8 dimensions as they are, which a model's ops are chosen for by its case: CUDA takes coded ones of 128.
-    CHOSEN = Ops("cuda", overrides={"attend_coded": "triton"})
+    # Rows of numbers that are packed for its own kernels have tests of their own.
+    PACKED = dict.fromkeys(("quantised_matmul", "grouped_quantised_matmul"), "reference")
+    CHOSEN = Ops("cuda", overrides={"attend_coded": "triton", **PACKED})
 
     @pytest.mark.parametrize("name", CHECKS)
     def test_nothing_on_a_gpu(seed: str, name: str) -> None:

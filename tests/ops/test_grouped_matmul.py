@@ -19,7 +19,7 @@ def made(counts: tuple[int, ...], n: int, k: int, behind: int = 0) -> tuple[Tens
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts) + behind, k, generator=generator)
     weight = torch.randn(len(counts), n, k, generator=generator) * k**-0.5
-    return x, weight, torch.tensor(counts).cumsum(0).int()
+    return x, weight, torch.tensor((0, *counts)).cumsum(0).int()
 
 
 def by_rows(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -30,16 +30,16 @@ def by_rows(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("behind", [0, 4])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_each_row_is_multiplied_with_its_experts_matrix(counts: tuple[int, ...], behind: int) -> None:
-    x, weight, ends = made(counts, 24, 40, behind)
-    out = reference.grouped_matmul(x, weight, ends)
+    x, weight, offsets = made(counts, 24, 40, behind)
+    out = reference.grouped_matmul(x, weight, offsets)
     assert out.shape == (len(x), 24)
     torch.testing.assert_close(out[: sum(counts)], by_rows(x, weight, counts))
 
 
 def test_what_the_kernel_does_not_take_is_refused() -> None:
-    x, weight, ends = made((1, 1), 24, 36)
+    x, weight, offsets = made((1, 1), 24, 36)
     with pytest.raises(ValueError, match="takes multiples of 8 and up to 1023 experts, not 2 of 24 x 36"):
-        cuda.grouped_matmul(x, weight, ends)
+        cuda.grouped_matmul(x, weight, offsets)
 
 
 @gpu
@@ -47,12 +47,12 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (2048, 768), (2816, 4096), (64, 48)])
 @pytest.mark.parametrize("counts", [*COUNTS, (0,) * 120 + (1,) * 8, (700, 0, 9, 3000)])
 def test_the_kernel_is_the_loop(counts: tuple[int, ...], n: int, k: int, behind: int) -> None:
-    x, weight, ends = made(counts, n, k, behind)
+    x, weight, offsets = made(counts, n, k, behind)
     used = sum(counts)
-    expected = by_rows(x, weight, counts) if used < 100 else reference.grouped_matmul(x, weight, ends)[:used]
-    x, weight, ends = x.cuda().bfloat16(), weight.cuda().bfloat16(), ends.cuda()
-    low = reference.grouped_matmul(x, weight, ends)[:used].float().cpu()
-    out = cuda.grouped_matmul(x, weight, ends)
+    expected = by_rows(x, weight, counts) if used < 100 else reference.grouped_matmul(x, weight, offsets)[:used]
+    x, weight, offsets = x.cuda().bfloat16(), weight.cuda().bfloat16(), offsets.cuda()
+    low = reference.grouped_matmul(x, weight, offsets)[:used].float().cpu()
+    out = cuda.grouped_matmul(x, weight, offsets)
     assert out.shape == (used + behind, n) and out.dtype == torch.bfloat16
     error = (out[:used].float().cpu() - expected).abs()
     assert not used or error.max() <= 2 * (low - expected).abs().max() + 1e-3
@@ -60,13 +60,13 @@ def test_the_kernel_is_the_loop(counts: tuple[int, ...], n: int, k: int, behind:
 
 @gpu
 def test_a_graph_reads_where_rows_end_when_it_is_replayed() -> None:
-    x, weight, ends = (one.cuda() for one in made((2, 3, 3), 64, 48))
+    x, weight, offsets = (one.cuda() for one in made((2, 3, 3), 64, 48))
     x, weight = x.bfloat16(), weight.bfloat16()
-    cuda.grouped_matmul(x, weight, ends)
+    cuda.grouped_matmul(x, weight, offsets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cuda.grouped_matmul(x, weight, ends)
+        out = cuda.grouped_matmul(x, weight, offsets)
     for counts in ((8, 0, 0), (0, 1, 7)):
-        ends.copy_(torch.tensor(counts).cumsum(0))
+        offsets.copy_(torch.tensor((0, *counts)).cumsum(0))
         graph.replay()
-        torch.testing.assert_close(out, reference.grouped_matmul(x, weight, ends), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(out, reference.grouped_matmul(x, weight, offsets), rtol=2e-2, atol=2e-2)

@@ -105,21 +105,30 @@ def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureF
     command = ["--model", "qwen3-30b-a3b-2507", "--quantization", "gptq", "--context", "32768", "--kv", "full"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["expert_weight_bytes"] == 48 * 128 * 3 * 2048 * 768 * 2
+    numbers = 48 * 128 * 3 * 2048 * 768
+    assert found["expert_weight_bytes"] == numbers / 2 + numbers / 128 * 2
     attention, table = 48 * 2048 * (2 * 4096 + 2 * 512), 151936 * 2048 * 2
     others = found["weight_bytes"] - found["expert_weight_bytes"] - 2 * table
-    assert 0.5 * attention < others < 0.6 * attention  # 4 bits, scales and zero points, and some plain numbers
-    assert main(command) == 0
-    assert "experts in int4-g128 counted in bfloat16: no GPU multiplies them as they are" in capsys.readouterr().out
+    assert 0.5 * attention < others < 0.6 * attention  # 4 bits, scales, and some plain numbers
+    assert found["weight_bytes_dequantised"] > found["weight_bytes"] + 1.4 * numbers
+    for flags, inner, held in ((["8"], 96, 128), (["8", "--enable-expert-parallel"], 768, 16)):
+        assert main([*command, "--json", "--tensor-parallel-size", *flags]) == 0
+        rank, group = json.loads(capsys.readouterr().out), min(128, inner & -inner)  # of 96 columns there are 3 groups
+        scales = 2 * inner * 2048 / 128 + 2048 * inner / group
+        assert rank["expert_weight_bytes"] == 48 * held * (3 * 2048 * inner / 2 + 2 * scales)
+    assert main([*command, "--dtype", "float16"]) == 0
+    assert "those in int4-g128 counted in float16: GPUs do not multiply them as they are" in capsys.readouterr().out
 
 
 def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) -> None:
-    """12 layers of each; windows have room for 128 tokens and the pages that a step goes on into. Of its experts in
-    MXFP4, which no GPU multiplies, and everything else, 20,914,757,184 weights, sinks in float32."""
+    """12 layers of each; windows have room for 128 tokens and the pages that a step goes on into. Of 20,914,757,184
+    weights those of experts are in MXFP4, 17 bytes for 32 of them; sinks are in float32."""
     command = ["--model", "gpt-oss-20b", "--context", "122880", "--kv", "full", "turbo"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["quantization"], found["weight_bytes"]) == (None, 2 * (20_914_757_184 + 24 * 64))
+    in_mxfp4 = 24 * 32 * 3 * 2880 * 2880
+    assert found["quantization"] == "mxfp4"
+    assert found["weight_bytes"] == 2 * (20_914_757_184 - in_mxfp4 + 24 * 64) + in_mxfp4 * 17 / 32
     page = 2 * 64 * 512 * 2 * 12
     full, turbo = (plan["device_bytes_by_layer_kind"] for plan in found["plans"])
     assert full == {"full attention": 122880 // 64 * page, "a window of 128": (2 + WINDOW_SLACK) * page}
@@ -129,7 +138,7 @@ def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) 
         assert sum(plan["device_bytes_by_layer_kind"].values()) == plan["device_bytes_per_sequence"]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "experts in mxfp4 counted in bfloat16: no GPU multiplies them as they are" in text
+    assert "bfloat16, mxfp4 weights" in text and "dequantised as they load, 38.96 GiB" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  in layers of full attention "))
     assert line.split()[-2:] == [f"{kinds['full attention']:,}" for kinds in (full, turbo)]
     main(["--model", "qwen3-30b-a3b-2507", "--context", "32768"])

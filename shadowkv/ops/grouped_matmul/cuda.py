@@ -33,7 +33,7 @@ def supports(case: Case) -> list[str]:
     ]
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Same as the reference.
 
     Raises:
@@ -47,4 +47,4 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         )
     if not len(x):
         return x.new_empty(0, out_features)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,27 +12,26 @@ SYNCHRONISES = True
 """The loop needs to know where each expert's rows end."""
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x[s] W_eᵀ for every row s, of the expert e whose rows it is among.
 
     Args:
         x: [S, K], sorted by expert.
         weight: [E, N, K].
-        ends: int32 [E], the number of rows of each expert and of those before it; at most S.
+        offsets: int32 [E + 1], where the rows of each expert begin, and where the last one's end; from 0 to at most S.
 
     Returns:
-        [S, N] in the dtype of ``x``; rows from ``ends[-1]`` on have any numbers.
+        [S, N] in the dtype of ``x``; rows from ``offsets[-1]`` on have any numbers.
     """
     out = x.new_empty(len(x), weight.shape[1])
-    for expert, rows in experts_rows(ends):
+    for expert, rows in experts_rows(offsets):
         out[rows] = F.linear(x[rows], weight[expert])
     return out
 
 
-def experts_rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Experts that have any rows, and which, of ``grouped_matmul``'s ``ends``, int32 [E]; waits for the device."""
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
+def experts_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Experts that have any rows, and which, of ``grouped_matmul``'s ``offsets``, int32 [E + 1]; waits for the
+    device."""
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
             yield expert, slice(start, end)
-        start = end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -89,6 +89,14 @@ class QuantisedRows:
         for start in range(0, len(self), step):
             rows = slice(start, start + step)
             yield rows, self[rows]
+
+
+def cut_out(runs: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
+    """Rows ``start`` to ``stop`` of runs of rows [n, K], one run after the other: views."""
+    for run in runs:
+        if start < min(stop, len(run)):
+            yield run[start:stop] if start > 0 or stop < len(run) else run
+        start, stop = max(0, start - len(run)), stop - len(run)
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -1,0 +1,46 @@
+"""Products of sorted rows with experts' quantised matrices in PyTorch: a loop over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.grouped_matmul.reference import experts_rows
+from shadowkv.ops.quantised.rows import QuantisedRows, cut_out
+from shadowkv.ops.quantised_matmul.reference import quantised_matmul
+
+SYNCHRONISES = True
+"""The loop needs to know where each expert's rows end."""
+
+
+def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows], offsets: Tensor) -> Tensor:
+    """x[s] W_eᵀ for every row s, of the expert e whose rows it is among.
+
+    Args:
+        x: [S, K], sorted by expert, any float dtype.
+        weight: rows of W, [E N, K], those of one expert after the other, in runs that may differ in form.
+        offsets: int32 [E + 1], as ``grouped_matmul`` has them.
+
+    Returns:
+        [S, N] in the dtype of ``x``; rows from ``offsets[-1]`` on have any numbers.
+    """
+    return loop(x, weight, offsets, quantised_matmul)
+
+
+def loop(
+    x: Tensor,
+    weight: Sequence[Tensor | QuantisedRows],
+    offsets: Tensor,
+    multiply: Callable[[Tensor, QuantisedRows], Tensor],
+) -> Tensor:
+    """Same as ``grouped_quantised_matmul``, with any backend's ``quantised_matmul``."""
+    each = sum(map(len, weight)) // (len(offsets) - 1)
+    out = x.new_empty(len(x), each)
+    for expert, rows in experts_rows(offsets):
+        column = 0
+        for run in cut_out(weight, expert * each, (expert + 1) * each):
+            columns = slice(column, column := column + len(run))
+            out[rows, columns] = F.linear(x[rows], run) if isinstance(run, Tensor) else multiply(x[rows], run)
+    return out

@@ -1,0 +1,131 @@
+"""Matrices of experts as they are packed for a GPU's products, with the library's contract in PyTorch in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from test_codings import OTHERS
+from test_quantised_blocks import random_blocks, rows_of
+from test_quantised_groups import FORMS, random_rows
+from torch import Tensor
+
+from shadowkv.ops.grouped_quantised_matmul import humming as grouped
+from shadowkv.ops.grouped_quantised_matmul import reference
+from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised_matmul import humming
+from tests.fake_humming import KERNELS, installed
+
+if find_spec("humming") is not None:
+    pytest.skip("the library is here: test_cuda_grouped_quantised.py", allow_module_level=True)
+
+ALL = {**FORMS, **OTHERS}
+COUNTS = [(3, 0, 5, 1), (0, 0, 0, 0), (0, 9, 0, 0), (0, 0, 0, 1), (40, 1, 0, 700)]
+
+
+@pytest.fixture
+def library() -> Iterator[None]:
+    with installed():
+        yield
+
+
+def drawn(name: str, experts: int, rows: int, columns: int) -> QuantisedRows:
+    if name in BLOCKS:
+        blocks = random_blocks(name, experts * rows, columns)
+        return rows_of(blocks, name)
+    made = random_rows(ALL[name], experts * rows, columns, spikes=True)
+    if name.startswith("fp8"):  # no NaN
+        made.tensors[0].copy_((40 * torch.randn(made.tensors[0].shape)).clamp(-400, 400))
+    return made
+
+
+def offsets_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor((0, *counts)).cumsum(0).int()
+
+
+@pytest.mark.parametrize("columns", [256, 272])
+@pytest.mark.parametrize("name", [*ALL, *BLOCKS])
+def test_products_are_those_of_the_reference(seed: int, library: None, name: str, columns: int) -> None:
+    """Experts of 24 rows, which are padded, and with 272 columns groups that are cut off."""
+    if name in BLOCKS and columns % BLOCKS[name].values:
+        pytest.skip("rows have whole blocks")
+    rows = drawn(name, 4, 24, columns)
+    packed = humming.pack_experts(rows, 4)
+    assert (packed.experts, packed.rows, packed.columns) == (4, 24, columns)
+    for counts in COUNTS:
+        x, used = torch.randn(sum(counts) + 3, columns).bfloat16(), sum(counts)
+        found = grouped.grouped_quantised_matmul(x, packed, offsets_of(counts))
+        expected = reference.grouped_quantised_matmul(x.float(), [rows], offsets_of(counts))
+        assert (found.shape, found.dtype) == ((used + 3, 24), torch.bfloat16)
+        torch.testing.assert_close(
+            found[:used].float(),
+            expected[:used],
+            rtol=2e-2,
+            atol=1e-2 * float(expected[:used].abs().amax() if used else 1),
+        )
+        assert found[used:].isnan().all()
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_factors_of_experts_are_one_number_each_where_their_rows_have_the_same(
+    seed: int, library: None, same: bool
+) -> None:
+    rows = drawn("nvfp4", 4, 24, 64)
+    if same:
+        rows.tensors[-1].copy_(torch.tensor([1.0, 2.0, -3.0, 0.5]).repeat_interleave(24).unsqueeze(1))
+    packed = humming.pack_experts(rows, 4)
+    assert packed.tensors["weight_scale_2"].shape == ((4,) if same else (4, 128))
+    x, offsets = torch.randn(8, 64).bfloat16(), offsets_of((2, 2, 2, 2))
+    found = grouped.grouped_quantised_matmul(x, packed, offsets)
+    expected = reference.grouped_quantised_matmul(x.float(), [rows], offsets)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().amax()))
+
+
+def test_sizes_of_gpt_oss_are_padded_little(seed: int, library: None) -> None:
+    """2,880 columns are not, of 2,880 rows there are 64 more; groups of 128 are whole."""
+    packed = humming.pack_experts(drawn("mxfp4", 2, 2880, 2880), 2)
+    assert packed.tensors["weight"].shape == (2, 2944, 2880 * 4 // 32)
+    packed = humming.pack_experts(drawn("int4, zero points", 2, 8, 2880), 2)
+    assert packed.tensors["weight"].shape == (2, 128, 2944 * 4 // 32)
+
+
+def test_kernels_are_compiled_for_rows_of_all_experts(seed: int, library: None) -> None:
+    """From one row on each number of rows has one, which is tuned for no fewer; all are loaded before a graph is."""
+    experts, rows = humming.pack_experts(drawn("int4", 4, 8, 64), 4), humming.pack_rows(drawn("int4", 1, 8, 64))
+    humming.compile_kernels([experts, experts, rows])
+    tuned = sorted(tokens for fields, tokens in KERNELS if fields["num_experts"])
+    assert tuned == [8, 32, 64, 128, 256, 512, 1024]
+    assert sorted(tokens for fields, tokens in KERNELS if not fields["num_experts"]) == [*humming.BATCHES, humming.MANY]
+    entries = humming._kernels(experts.layer, None).view(-1, 4).tolist()  # type: ignore[arg-type]
+    assert [(low, high) for low, high, *_ in entries] == [
+        *((0, 8), (8, 32), (32, 64), (64, 128), (128, 256), (256, 512), (512, 1 << 30)),
+    ]
+    assert [KERNELS[number][1] for _, _, number, _ in entries] == tuned
+
+
+def test_what_it_does_not_take_is_refused(seed: int, library: None) -> None:
+    packed = humming.pack_experts(drawn("int4", 4, 24, 64), 4)
+    offsets = offsets_of((1, 0, 0, 0))
+    with pytest.raises(ValueError, match="K = 64 in bfloat16"):
+        grouped.grouped_quantised_matmul(torch.zeros(1, 64), packed, offsets)
+    for bad in (offsets[1:], offsets.long()):
+        with pytest.raises(ValueError, match="4 experts need 5 in int32"):
+            grouped.grouped_quantised_matmul(torch.zeros(1, 64).bfloat16(), packed, bad)
+    with pytest.raises(ValueError, match="multiples of 8, not 20 x 64"):
+        humming.pack_experts(drawn("int4", 4, 20, 64), 4)
+    assert grouped.grouped_quantised_matmul(torch.zeros(0, 64).bfloat16(), packed, 0 * offsets).shape == (0, 24)
+
+
+def test_the_loop_takes_runs_that_begin_within_an_expert(seed: int) -> None:
+    """Gates in one form, what they are multiplied with in another, and one expert's in plain numbers."""
+    runs: list[Tensor | QuantisedRows] = []
+    for expert in range(3):
+        runs += [random_rows(FORMS["int4"], 4, 64), random_rows(FORMS["int8"], 4, 64) if expert else torch.randn(4, 64)]
+    x, offsets = torch.randn(7, 64), offsets_of((2, 0, 5))
+    dense = [run if isinstance(run, Tensor) else run.form.unpack(run.tensors) for run in runs]
+    whole = torch.cat(dense).view(3, 8, 64)
+    found = reference.grouped_quantised_matmul(x, runs, offsets)
+    torch.testing.assert_close(found, torch.cat((x[:2] @ whole[0].T, x[2:] @ whole[2].T)), rtol=1e-4, atol=1e-4)
