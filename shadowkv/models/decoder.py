@@ -109,6 +109,8 @@ class Decoder(nn.Module):
         if isinstance(head, QuantisedMatrix):
             packed += head.pack(looked_up=self.head is None)
         compile_kernels(packed)
+        if packed:
+            torch.cuda.empty_cache()  # of what is packed now: the cache's size depends on what is free
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""

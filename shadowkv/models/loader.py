@@ -90,7 +90,10 @@ def load_plan(
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if path.suffix == ".gguf":
-        forms = gguf_forms(GGUFFile(path))
+        file = GGUFFile(path)
+        forms = gguf_forms(file)
+        if config.experts is not None:
+            forms = _separate(config, gguf_shapes(file), forms).forms
     else:
         forms = storage.planned_forms(config, format, quantization)
     if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
@@ -370,12 +373,9 @@ def _directory(
 
 def _with_separate_experts(files: _Files) -> _Files:
     """``files`` with a weight for each expert, and without those of layers that draft tokens."""
-    config = files.config
-    if config.experts is None:
+    if files.config.experts is None:
         return files
-    drafting = range(config.num_layers, config.num_layers + config.draft_layers)
-    interleaved, notes = has_interleaved_experts(config.architecture), files.notes
-    separate = SeparateExperts(files.shapes, files.forms, config.experts.routing.experts, drafting, interleaved)
+    separate, notes = _separate(files.config, files.shapes, files.forms), files.notes
     if separate.left_out:
         count = counted(len(separate.left_out), "weight")
         notes = (*notes, f"{count} of layers that draft tokens are not used: {separate.left_out[0]}, ...")
@@ -386,6 +386,13 @@ def _with_separate_experts(files: _Files) -> _Files:
         forms=separate.forms,
         notes=notes,
     )
+
+
+def _separate(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], forms: Mapping[str, Form]) -> SeparateExperts:
+    assert config.experts is not None
+    drafting = range(config.num_layers, config.num_layers + config.draft_layers)
+    interleaved = has_interleaved_experts(config.architecture)
+    return SeparateExperts(shapes, forms, config.experts.routing.experts, drafting, interleaved)
 
 
 def _name(source: str | Path) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from quantised_files import write_quantised
+from test_experts import WIDE
+from test_gpt_oss import write_mxfp4
 
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.models.loader import load_model
 from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.registry import Ops
 
 if reasons := humming.missing():
     pytest.skip("; ".join(reasons), allow_module_level=True)
@@ -23,6 +26,8 @@ if reasons := humming.missing():
 def few_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(humming, "BATCHES", (8,))
+        patch.setattr(humming, "FEW_OF_EXPERTS", (8,))
+        patch.setattr(humming, "OF_EACH", (8,))
         yield
 
 
@@ -31,18 +36,45 @@ def test_chances_are_those_of_the_numbers(kind: str, tmp_path: Path) -> None:
     """A prompt's log-probabilities, in two passes of its layers, and those of greedy steps in graphs."""
     files, plain = write_quantised(tmp_path, kind)
     assert load_model(files, device="cuda").model.forms
-    chances = []
-    for path in (files, plain):
-        engine = Engine(EngineConfig(model=str(path), device="cuda", kv="full", max_num_seqs=4))
-        try:
-            sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
-            engine.add_request("0", [3 + i * 7 % 80 for i in range(150)], sampling)
-            found: list[float] = []
-            while engine.has_work:
-                for output in engine.step():
-                    found += [one.logprob for one in output.prompt_logprobs or [] if one is not None]
-            chances.append(torch.tensor(found))
-        finally:
-            engine.close()
-    assert len(chances[0]) == 149
-    assert (chances[0] - chances[1]).abs().amax() < 0.1 and (chances[0] - chances[1]).abs().mean() < 0.02
+    found, expected = (chances(path) for path in (files, plain))
+    assert len(found) == 149
+    assert (found - expected).abs().amax() < 0.1 and (found - expected).abs().mean() < 0.02
+
+
+def chances(path: Path) -> torch.Tensor:
+    """Log-probabilities of a prompt's tokens, while greedy steps follow them."""
+    engine = Engine(EngineConfig(model=str(path), device="cuda", kv="full", max_num_seqs=4))
+    try:
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+        engine.add_request("0", [3 + i * 7 % 80 for i in range(150)], sampling)
+        found: list[float] = []
+        while engine.has_work:
+            for output in engine.step():
+                found += [one.logprob for one in output.prompt_logprobs or [] if one is not None]
+        return torch.tensor(found)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("awq", "qwen3_moe"), ("nvfp4", "glm4_moe"), ("fp8, Qwen3's blocks", "qwen3_moe"), ("mxfp4", "gpt_oss")],
+)
+def test_experts_are_those_of_the_numbers(kind: str, case: str, tmp_path: Path) -> None:
+    """Of their outputs, since a token whose logits are near may be given to others; and a prompt, of whose tokens few
+    are. 8-bit floats stay in 8 bits beside 8-bit arithmetic."""
+    paths = write_mxfp4(tmp_path) if case == "gpt_oss" else write_quantised(tmp_path, kind, case, **WIDE)
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights, chosen = torch.rand(40, 8, generator=generator, device="cuda").topk(3)
+    outputs, x = [], None
+    for path in paths:
+        model = load_model(path, device="cuda").model
+        model.use(Ops("cuda"))
+        experts = model.layers[1].mlp.experts
+        if x is None:
+            assert isinstance(experts.down.weight.of_experts, humming.PackedExperts)
+            x = torch.randn(40, experts.down.out_features, generator=generator, device="cuda").bfloat16()
+        outputs.append(experts(x, weights, chosen))
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-2 * float(outputs[1].abs().amax()))
+    found, expected = (chances(path) for path in paths)
+    assert (found - expected).abs().median() < 0.05

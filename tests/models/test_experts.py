@@ -22,8 +22,10 @@ from shadowkv.layers.group import Group
 from shadowkv.layers.moe import MixtureOfExperts, choose_experts
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Routing
-from shadowkv.models import load_config, load_model, loader
+from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
+from shadowkv.models.storage import on_gpus, planned_runs
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.registry import Ops
 from tests.allocations import peak_bytes
@@ -107,6 +109,13 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
     experts = blocks.model.layers[1].mlp.experts
     assert isinstance(experts.gate_up.weight, QuantisedMatrix) and isinstance(experts.down.weight, QuantisedMatrix)
     assert {run.form for run in experts.gate_up.weight.runs} == {BLOCKS["Q4_0"], BLOCKS["Q8_0"]}
+    config, forms = load_plan(tmp_path / "False.gguf")
+    runs = planned_runs(Shard(config), forms, torch.float32)
+    assert Decoder(config, torch.float32, "meta", runs).num_bytes == blocks.model.num_bytes
+    # On a GPU gates and what they are multiplied with have one form; all of these have in down projections.
+    kept = on_gpus(forms, config, torch.bfloat16)
+    of_experts = {name.rpartition(".experts.")[2].partition(".")[2] for name in kept if ".experts." in name}
+    assert of_experts == {"down_proj.weight"}
     assert blocks.model.num_parameters == plain.model.num_parameters
     assert_close(packed_logits(blocks.model, sequences()), packed_logits(plain.model, sequences()))
 

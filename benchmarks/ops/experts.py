@@ -1,0 +1,104 @@
+"""Both products of a layer's experts: plain, and in every form that stays as it is on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops.timing import READ_SPEED, Row, bench, microseconds
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.models.checkpoints.quantised.registry import SHAPES
+from shadowkv.models.filling import fill_random
+from shadowkv.ops.grouped_matmul.cuda import grouped_matmul
+from shadowkv.ops.grouped_quantised_matmul import humming, reference
+from shadowkv.ops.quantised_matmul.humming import compile_kernels
+
+TOKENS = (1, 4, 16, 64, 512, 4096)
+ROUTINGS = 16
+"""So many draws of experts one after the other: those of one token would stay in the cache."""
+
+
+class Layer(NamedTuple):
+    """Experts of a layer, how many a token is given to, and their sizes."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+
+
+LAYERS = {"qwen3-30b-a3b": Layer(128, 8, 2048, 768), "gpt-oss-20b": Layer(32, 4, 2880, 2880)}
+CASES = [
+    *(("qwen3-30b-a3b", form) for form in ("bfloat16", "gptq", "awq", "mxfp4", "nvfp4", "fp8-block")),
+    *(("gpt-oss-20b", form) for form in ("bfloat16", "mxfp4")),
+]
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, Product, int]:
+    """That of random matrices, the reference's, and bytes of an expert as they are read."""
+    device = torch.device("cuda")
+    if form == "bfloat16":
+        plain = torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16).mul_(columns**-0.5)
+        looped = plain.view(-1, columns)
+        return (
+            lambda x, offsets: grouped_matmul(x, plain, offsets),
+            lambda x, offsets: reference.grouped_quantised_matmul(x, [looped], offsets),
+            plain.nbytes // experts,
+        )
+    matrix = QuantisedMatrix(columns, [Run(experts * rows, SHAPES[form])], dtype=torch.bfloat16, device=device)
+    fill_random(matrix, torch.Generator(device).manual_seed(0))
+    stored = [*matrix.stored(0, matrix.num_rows)]
+    packed = matrix.pack_experts(experts)
+    compile_kernels([packed])
+    return (
+        lambda x, offsets: humming.grouped_quantised_matmul(x, packed, offsets),
+        lambda x, offsets: reference.grouped_quantised_matmul(x, stored, offsets),
+        sum(tensor.nbytes for name, tensor in packed.tensors.items() if name != "locks") // experts,
+    )
+
+
+def routed(layer: Layer, tokens: int) -> Tensor:
+    """Offsets where all experts are chosen equally often, each token's being different ones."""
+    chosen = torch.rand(tokens, layer.experts, device="cuda").topk(layer.per_token).indices
+    counts = chosen.flatten().bincount(minlength=layer.experts)
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+
+
+@bench(CASES, lambda: not humming.missing())
+def grouped_quantised_matmul(case: tuple[str, str]) -> list[Row]:
+    """Rows by tokens: experts that they touch, bytes of these, and the share of the speed at which memory is read."""
+    model, form = case
+    layer = LAYERS[model]
+    gate_up, gate_up_looped, first = product(form, layer.experts, 2 * layer.inner, layer.hidden)
+    down, down_looped, second = product(form, layer.experts, layer.hidden, layer.inner)
+    found = list[Row]()
+
+    def both(x: Tensor, inner: Tensor, offsets: Tensor) -> None:
+        gate_up(x, offsets)
+        down(inner, offsets)
+
+    for tokens in TOKENS:
+        rows = tokens * layer.per_token
+        x = torch.randn(rows, layer.hidden, device="cuda").bfloat16()
+        inner = torch.randn(rows, layer.inner, device="cuda").bfloat16()
+        routings = [routed(layer, tokens) for _ in range(ROUTINGS)]
+        for ours, looped, given in ((gate_up, gate_up_looped, x), (down, down_looped, inner)):
+            expected = looped(given, routings[0])
+            torch.testing.assert_close(
+                ours(given, routings[0]), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().amax())
+            )
+        took = microseconds([partial(both, x, inner, offsets) for offsets in routings])
+        touched = sum(int((offsets.diff() > 0).sum()) for offsets in routings) / ROUTINGS
+        nbytes = touched * (first + second)
+        found.append({
+            "model": model, "form": form, "tokens": tokens, "experts": round(touched, 1),
+            "mib": round(nbytes / 2**20, 1), "us": round(took, 1),
+            "share_of_memory_speed": round(nbytes / READ_SPEED / (took * 1e-6), 3),
+        })  # fmt: skip
+    return found
