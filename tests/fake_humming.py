@@ -53,17 +53,18 @@ def unpack_weight(words: Tensor, bits: int) -> Tensor:
 
 
 def transform(layer: LayerConfig, tensors: dict[str, Tensor], already_padded: bool) -> dict[str, Tensor]:
-    """Tensors of one matrix, which have to be padded."""
+    """Tensors [n, ...] of n matrices, which have to be padded."""
     fields = layer.fields
     assert already_padded and not fields["num_experts"]
     high, wide, group = fields["shape_n"], fields["shape_k"], fields["weight_scale_group_size"]
     assert wide % (group or 1) == 0
     groups = wide // group if group else 1
-    assert tensors["weight"].shape == (high, wide * bits_of(fields) // 32)
-    assert tensors["weight_scale"].shape == (high, groups)
+    matrices = len(tensors["weight"])
+    assert tensors["weight"].shape == (matrices, high, wide * bits_of(fields) // 32)
+    assert tensors["weight_scale"].shape == (matrices, high, groups)
     assert tensors["weight_scale"].dtype == DTYPES[fields["bs_dtype"]]
     assert ("zero_point" in tensors) == fields["has_zero_point"]
-    factor = {None: None, "tensor": (1,), "channel": (high,)}[fields["weight_scale_2_type"]]
+    factor = {None: None, "tensor": (matrices,), "channel": (matrices, high)}[fields["weight_scale_2_type"]]
     assert factor is None or tensors["weight_scale_2"].shape == factor
     return dict(tensors)
 

@@ -139,6 +139,10 @@ def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monk
     assert ours.config.quantization == "fp8"
     assert ours.model.weights_in_words == "bfloat16, fp8 weights, those of experts in fp8-g128"
     assert not any("dequantised" in note for note in ours.notes)
+    config, forms = load_plan(files)
+    assert config.quantization == "fp8" and forms and all(".experts." in name for name in forms)
+    planned = Decoder(config, torch.bfloat16, "meta", planned_runs(Shard(config), forms, torch.bfloat16))
+    assert planned.num_bytes == ours.model.num_bytes
     one_of = [one.model.layers[1].mlp.experts for one in (ours, theirs)]
     for one in (ours, theirs):
         one.model.use(Ops())

@@ -17,6 +17,7 @@ from shadowkv.ops.grouped_quantised_matmul import reference
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.quantised_matmul import reference as dense
 from tests.fake_humming import KERNELS, installed
 
 if find_spec("humming") is not None:
@@ -129,3 +130,29 @@ def test_the_loop_takes_runs_that_begin_within_an_expert(seed: int) -> None:
     whole = torch.cat(dense).view(3, 8, 64)
     found = reference.grouped_quantised_matmul(x, runs, offsets)
     torch.testing.assert_close(found, torch.cat((x[:2] @ whole[0].T, x[2:] @ whole[2].T)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int4, zero points"])
+@pytest.mark.parametrize("numbers", [5 * 64, 3 * 24 * 64])
+def test_packing_a_part_at_a_time(
+    seed: int, library: None, name: str, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows of an expert, or three experts of four."""
+    rows = drawn(name, 4, 24, 64)
+    whole = humming.pack_experts(rows, 4)
+    monkeypatch.setattr(humming, "NUMBERS_AT_ONCE", numbers)
+    parts = humming.pack_experts(rows, 4)
+    assert parts.layer == whole.layer and parts.tensors.keys() == whole.tensors.keys()
+    for part, tensor in zip(parts.tensors.values(), whole.tensors.values(), strict=True):
+        assert part.dtype == tensor.dtype and torch.equal(part.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", [*ALL, "Q4_K", "Q6_K"])
+def test_rows_of_one_matrix_are_packed_alike(seed: int, library: None, name: str) -> None:
+    rows = drawn(name, 1, 24, 256)
+    if name == "nvfp4":
+        rows.tensors[-1].fill_(0.5)
+    x = torch.randn(9, 256).bfloat16()
+    found = humming.quantised_matmul(x, humming.pack_rows(rows))
+    expected = dense.quantised_matmul(x.float(), rows)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().amax()))

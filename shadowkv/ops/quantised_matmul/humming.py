@@ -139,23 +139,23 @@ def pack_rows(rows: QuantisedRows) -> PackedRows:
     """Rows [N, K] on a GPU, in a form that it ``takes``, in the library's layout, for products in bfloat16; raises
     ValueError where N or K is no multiple of 8."""
     layout = _Layout.of(rows, 1, COLUMNS)
-    packed = layout.packed(rows)
+    packed = {name: tensor.squeeze(0) if tensor.ndim > 1 else tensor for name, tensor in layout.packed(rows).items()}
     packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=layout.device)
     return PackedRows(layout.described().to_str(), packed, rows.columns, len(rows))
 
 
 @torch.no_grad()
 def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
-    """As ``pack_rows``, of rows [E N, K], those of one expert after the other; beside them and the result there is room
-    for one expert at a time."""
+    """As ``pack_rows``, of rows [E N, K], those of one expert after the other; beside them and the result there is one
+    expert at a time, or as many as have ``NUMBERS_AT_ONCE``."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
-    for expert in range(experts):
-        for name, tensor in layout.packed(rows[expert * layout.rows : (expert + 1) * layout.rows]).items():
+    at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
+    for first in range(0, experts, at_once):
+        some = slice(first, first + at_once)
+        for name, tensor in layout.packed(rows[some.start * layout.rows : some.stop * layout.rows]).items():
             if name not in packed:
-                packed[name] = tensor.new_empty(experts, *tensor.shape)
-            packed[name][expert].copy_(tensor)
-    if layout.shared:
-        packed["weight_scale_2"] = packed["weight_scale_2"].flatten()
+                packed[name] = tensor.new_empty(experts, *tensor.shape[1:])
+            packed[name][some].copy_(tensor)
     packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=layout.device)
     return PackedExperts(layout.described(experts).to_str(), packed, rows.columns, layout.rows, experts)
 
@@ -198,29 +198,29 @@ class _Layout:
         return _Layout(found, count, columns, high, wide, shared, rows.tensors[0].device)
 
     def packed(self, rows: QuantisedRows) -> dict[str, Tensor]:
-        """Tensors of one matrix."""
+        """Tensors [n, ...] of rows of n matrices, [n N, K]."""
         from humming import ops
         from humming.transform import transform_humming_tensors
 
-        found, high = self.coding, self.high
-        words = torch.zeros(high, self.wide * found.bits // 32, dtype=torch.int32, device=self.device)
-        others: dict[str, list[Tensor]] = {}
-        for where, tile in rows.tiles(NUMBERS_AT_ONCE):
+        found, high, parts = self.coding, self.high, dict[str, list[Tensor]]()
+        for _, tile in rows.tiles(NUMBERS_AT_ONCE):
             coded = code(tile)
             codes = pad(coded.codes.to(torch.int32), (0, self.wide - self.columns))
-            words[where.start : where.start + len(tile)] = ops.pack_weight(codes.contiguous(), found.bits)
-            for name, tensor in (("scales", coded.scales), ("zeros", coded.zeros), ("factor", coded.factor)):
-                if tensor is not None:
-                    others.setdefault(name, []).append(tensor)
-        of_groups = {name: torch.cat(tensors) for name, tensors in others.items()}
+            words = ops.pack_weight(codes.contiguous(), found.bits)
+            named = {"words": words, "scales": coded.scales, "zeros": coded.zeros, "factor": coded.factor}
+            for name, part in named.items():
+                if part is not None:
+                    parts.setdefault(name, []).append(part)
+        of = {name: torch.cat(some).unflatten(0, (-1, self.rows)) for name, some in parts.items()}
         groups = 1 if found.group is None else self.wide // found.group
-        tensors = {"weight": words, "weight_scale": _padded(of_groups["scales"], high, groups, found.scale)}
+        tensors = {"weight": pad(of["words"], (0, 0, 0, high - self.rows))}
+        tensors["weight_scale"] = _padded(of["scales"], high, groups, found.scale)
         if found.zeros:
-            tensors["zero_point"] = _padded(of_groups["zeros"], high, groups, None)
+            tensors["zero_point"] = _padded(of["zeros"], high, groups, None)
         if found.factor:
-            factor = of_groups["factor"]
-            padded = pad(factor[:, 0], (0, high - self.rows)).bfloat16()
-            tensors["weight_scale_2"] = factor[0] if self.shared else padded
+            factor = of["factor"].squeeze(2)
+            padded = pad(factor, (0, high - self.rows)).bfloat16()
+            tensors["weight_scale_2"] = factor[:, 0].contiguous() if self.shared else padded
         made: dict[str, Tensor] = transform_humming_tensors(self.described(), tensors, already_padded=True)
         return made
 
@@ -249,11 +249,12 @@ class _Layout:
 
 
 def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None) -> Tensor:
-    """[N, G] -> [rows, groups] in ``dtype``, None for bfloat16; what is added is multiplied with codes of 0 alone."""
+    """[n, N, G] -> [n, rows, groups] in ``dtype``, None for bfloat16; what is added is multiplied with codes of 0
+    alone."""
     if dtype is None:
         of_groups = of_groups.bfloat16()
     raw = of_groups.view(torch.uint8) if dtype is not None else of_groups
-    raw = pad(raw, (0, groups - raw.shape[1], 0, rows - raw.shape[0]))
+    raw = pad(raw, (0, groups - raw.shape[2], 0, rows - raw.shape[1]))
     return raw.view(of_groups.dtype).contiguous()
 
 
