@@ -9,9 +9,9 @@
 
 namespace shadowkv {
 
-constexpr int kMostQueries = 8; // of a kv head, in CUDA
-constexpr int kQueryPlanes = 4; // bits of the coarser whole numbers of a query
-constexpr int kRun = 8;         // tokens that are searched together
+constexpr int kMostQueries = 16; // of a kv head, in CUDA
+constexpr int kQueryPlanes = 4;  // bits of the coarser whole numbers of a query
+constexpr int kRun = 8;          // tokens that are searched together
 constexpr int kPageRuns = kPage / kRun;
 constexpr int kScaleShift = 7;   // a scale's code, shifted left by this, gives the bits of a half
 constexpr uint8_t kExcluded = 0; // the code of a token that may not be selected

@@ -71,8 +71,9 @@ SHARED = {
     "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sketch_queries_cpu.MOST_DIMS // 8},
     "kernels/attend_selected/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
-        "kAttendQueries": attend_selected.MAX_GROUP,
+        "kAttendQueries": attend_selected.QUERIES,
     },
+    "kernels/attend_selected/arguments.h": {"kMostGroup": attend_selected.MAX_GROUP},
     "kernels/attend_coded/attend_coded.cuh": {
         "kCodedWarps": (attend_coded.WARPS[True], attend_coded.WARPS[False]),
         "kCodedBlocks": (attend_coded.RESIDENT_BLOCKS[True], attend_coded.RESIDENT_BLOCKS[False]),
@@ -82,7 +83,7 @@ SHARED = {
     "kernels/attend_latents_sm90/shape.cuh": {
         "kLatentTile": cuda_sm90.TILE,
         "kStrong": STRONG,
-        "kLatentConsumers": (cuda_sm90.CONSUMERS, 2),
+        "kLatentConsumers": (4, cuda_sm90.CONSUMERS, 2),
     },
     "kernels/attend_mixed_sm90/shape.cuh": {
         "kMixedDim": attend_mixed.DIM,

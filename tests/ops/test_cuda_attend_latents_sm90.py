@@ -29,7 +29,7 @@ def ascending(args: tuple) -> tuple:
     return (*args[:3], selected.masked_fill(selected == 2**40, -1))
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 10), 12, 15, 16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("values", CODES)
 def test_every_group_over_ragged_selections(seed, group, dim, values):
@@ -41,7 +41,14 @@ def test_every_group_over_ragged_selections(seed, group, dim, values):
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 @pytest.mark.parametrize("blocks", [None, 1, 5])
 @pytest.mark.parametrize(
-    ("group", "dim", "values"), [(3, 64, "4-bit codes"), (4, 128, "3-bit codes"), (8, 128, "2-bit codes")]
+    ("group", "dim", "values"),
+    [
+        (3, 64, "4-bit codes"),
+        (4, 128, "3-bit codes"),
+        (8, 128, "2-bit codes"),
+        (12, 128, "3-bit codes"),
+        (16, 64, "4-bit codes"),
+    ],
 )
 def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, group, dim, values):
     """In runs that begin within a unit too, and go on over units that lack tiles."""
@@ -56,10 +63,10 @@ def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, grou
 
 
 @pytest.mark.parametrize("rank", [32, 64, 96, 128, 160])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("group", "dim"), [(4, 64), (4, 128), (16, 128)])
 @pytest.mark.parametrize("values", CODES)
-def test_every_rank(seed, rank, dim, values):
-    args = problem(2, 4, dim, "int4", values, tokens=[900, 300], rank=rank, mean=rank != 96)
+def test_every_rank(seed, rank, group, dim, values):
+    args = problem(2, group, dim, "int4", values, tokens=[900, 300], rank=rank, mean=rank != 96)
     check(args, attend(args))
 
 
@@ -72,7 +79,7 @@ def test_every_chunk_size(seed, chunk, group, values):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 64])
-@pytest.mark.parametrize("group", [4, 6])
+@pytest.mark.parametrize("group", [4, 6, 12])
 @pytest.mark.parametrize("values", CODES)
 def test_runs_of_any_length(seed, monkeypatch, blocks, group, values):
     """A block meets many units and a unit many blocks."""
@@ -115,6 +122,15 @@ def test_mean_in_float(seed):
 def test_magnitude_of_the_rotation(seed):
     rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
     args = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], **rope)
+    check(args, attend(args))
+
+
+@pytest.mark.parametrize(("group", "dim", "rotary"), [(4, 128, 64), (12, 128, 64), (8, 64, 16), (16, 128, 96)])
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_dimensions_that_do_not_rotate(seed, group, dim, rotary, magnitude):
+    """GLM-4.5 rotates half of a head; no magnitude of the rotation is theirs."""
+    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256} if magnitude else {}
+    args = problem(2, group, dim, "int4", "3-bit codes", tokens=[900, 300], rank=96, rotary_dim=rotary, **rope)
     check(args, attend(args))
 
 

@@ -20,7 +20,17 @@ if cuda.missing():
     pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
 DEVICE = torch.device("cuda")
-SHAPES = [(2, 1, 64), (3, 3, 96), (2, 4, 128), (3, 6, 64), (2, 7, 64), (1, 8, 256)]
+SHAPES = [
+    (2, 1, 64),
+    (3, 3, 96),
+    (2, 4, 128),
+    (3, 6, 64),
+    (2, 7, 64),
+    (1, 8, 256),
+    (2, 5, 128),
+    (2, 12, 128),
+    (1, 16, 256),
+]
 LATENTS = {"int8": Int8Latents(), "int4": Int4Latents(), "bf16": DenseLatents()}
 KEYS = tuple(LATENTS)
 VALUES = (
@@ -352,3 +362,26 @@ def test_states_lie_apart_in_an_arena(seed, keys):
 
     args = (q, replace(k, basis=apart(k.basis), mean=apart(k.mean)), v, selected)
     check(args, attend(args))
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "rotary"), [(4, 128, 64), (12, 128, 64), (3, 64, 16), (16, 128, 96), (2, 256, 64)]
+)
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_dimensions_that_do_not_rotate(seed, group, dim, rotary, keys, magnitude):
+    """GLM-4.5 rotates half of a head; no magnitude of the rotation is theirs."""
+    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256} if magnitude else {}
+    args = problem(2, group, dim, keys, "4-bit codes", tokens=[900, 300], rank=96, rotary_dim=rotary, **rope)
+    check(args, attend(args))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("group", "keys", "values"), [(12, "int4", "3-bit codes"), (16, "rows", "rows"), (9, "int8", "rows")]
+)
+def test_several_blocks_of_queries_over_several_of_tokens(seed, monkeypatch, splits, group, keys, values):
+    args = problem(2, group, 128, keys, values, tokens=[1500, 77, 640], rank=160, chunk=1, count=700)
+    monkeypatch.setattr(cuda, "splits", lambda *_: splits)
+    log_weight = log_weights(args[3])
+    check((*args, log_weight), attend((*args, log_weight)))

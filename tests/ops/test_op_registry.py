@@ -4,13 +4,16 @@ import ast
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shadowkv.ops
 from shadowkv.engine.execution.fused_layers import FusedLayers
+from shadowkv.ops.attend_coded import cuda_selected_sm90 as attend_coded_selected_sm90
 from shadowkv.ops.attend_selected import cuda as attend_selected
+from shadowkv.ops.attend_selected import cuda_sm90 as attend_selected_sm90
 from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
 from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
@@ -100,7 +103,8 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
         ({"head_dim": 64, "rope_dim": 64}, None),
         ({"chunk": 16}, None),
         ({"dtype": torch.float16}, "torch.float16 is not bfloat16"),
-        ({"num_query_heads": 72}, "9 query heads a kv head are more than 8"),
+        ({"num_query_heads": 128}, None),
+        ({"num_query_heads": 136}, "17 query heads a kv head are more than 16"),
         ({"chunk": 32}, "chunks of 32 tokens are not of 1, 2, 4, 8, 16"),
         ({"head_dim": 256, "rope_dim": 256}, "head dim 256 is not 64 or 128"),
         ({"key_codec": 17}, "codec 17 of keys is not low-rank-int4"),
@@ -111,8 +115,9 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
         ({"latent_width": 112}, "latents of 112 bytes have not 32 dimensions in 8 bits and the others in 4"),
         ({"host_values": True}, "values are on the host"),
         ({"host_values": True, "fetched_bytes": 48}, "values are on the host"),
-        ({"rope_dim": 64}, "RoPE rotates 64 of 128 dimensions, in halves: not all in halves"),
-        ({"interleaved": True}, "RoPE rotates 128 of 128 dimensions, in neighbours: not all in halves"),
+        ({"rope_dim": 64}, None),
+        ({"rope_dim": 40}, "RoPE rotates 40 of 128 dimensions, in halves: not a multiple of 16, in halves"),
+        ({"interleaved": True}, "RoPE rotates 128 of 128 dimensions, in neighbours: not a multiple of 16, in halves"),
     ],
 )
 def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
@@ -127,13 +132,42 @@ def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
     assert (ops.backends["attend_coded"] == "cuda_selected_sm90") == (reason is None)
 
 
-@pytest.mark.parametrize("changes", [{"num_query_heads": 128}, {"num_query_heads": 96, "rope_dim": 64}])
-def test_more_than_eight_query_heads_a_kv_head_go_to_triton_and_pytorch(
-    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+DECODING = ("sketch_queries", "sign_scores", "select_by_sketch", "attend_selected", "attend_coded")
+"""What ``turbo``'s decode steps call, with and without an index, on pages that are sealed."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "attending"),
+    [
+        ({"num_query_heads": 40}, "cuda_sm90"),  # five to a kv head, as Qwen2.5-14B
+        ({"num_query_heads": 96, "rope_dim": 64}, "cuda_sm90"),  # GLM-4.5-Air
+        ({"num_query_heads": 64, "num_kv_heads": 4}, "cuda_sm90"),  # Qwen3-235B-A22B
+        ({"num_query_heads": 64, "num_kv_heads": 4, "host_values": True}, "cuda"),
+        ({"num_query_heads": 64, "num_kv_heads": 4, "capability": (8, 0)}, "cuda"),
+        ({"num_query_heads": 16, "head_dim": 256, "rope_dim": 256}, "cuda"),  # Gemma-3-12B
+    ],
+)
+def test_models_whose_decode_steps_have_kernels(
+    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], attending: str
 ) -> None:
-    """Qwen3-235B-A22B's 16 and GLM-4.5's 12: no op refuses them, and none that serves waits for the host."""
     monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
-    ops = Ops("cuda", replace(INT4, ops=INT4.ops - {"dequantise_rows", "add_sinks", *FusedLayers.calls}, **changes))
+    case = replace(INT4, **changes)
+    if case.capability != (9, 0):
+        for op in (attend_selected_sm90, attend_coded_selected_sm90):
+            monkeypatch.setattr(op, "missing", lambda: ["no Hopper"])
+    backends = Ops("cuda", case).backends
+    assert {name: backends[name] for name in DECODING[:3]} == dict.fromkeys(DECODING[:3], "cuda")
+    assert backends["attend_selected"] == attending
+    assert backends["attend_coded"] == {"cuda_sm90": "cuda_selected_sm90", "cuda": "cuda_selected"}[attending]
+
+
+def test_more_than_sixteen_query_heads_a_kv_head_go_to_triton_and_pytorch(
+    built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No op refuses them, and none that serves waits for the host."""
+    monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
+    ops = INT4.ops - {"dequantise_rows", "add_sinks", *FusedLayers.calls}
+    ops = Ops("cuda", replace(INT4, ops=ops, num_query_heads=17 * 8))
     fallen = {
         name: ops.backends[name] for name in ops.called if any("kv head are more" in r for r in ops.reasons[name])
     }
@@ -223,7 +257,7 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ("cuda", {"head_dim": 84}, ["block_attention"], "cuda: head dim 84 is no multiple of 8 up to 256"),
         ("cuda", {"head_dim": 192}, SKETCH, "cuda: head dim 192 is not in 8-128 or 200-256"),
         ("cuda", {"head_dim": 192}, ["sketch_keys"], "triton: head dim 192 is above 128"),
-        ("cuda", {"num_kv_heads": 2}, SKETCH, "cuda: 16 query heads a kv head are more than 8"),
+        ("cuda", {"num_query_heads": 136}, SKETCH, "cuda: 17 query heads a kv head are more than 16"),
         ("cuda", {"num_query_heads": 264}, ["select_top_chunks"], "cuda: 33 query heads a kv head are more than 32"),
         ("cuda", {"mass": True}, ["select_top_chunks"], "cuda: mass, a share of the softmax, ends the selection"),
         ("cuda", {"fetched_bytes": 24}, ["fetch_chunks"], "cuda: chunks of 24 bytes are no multiple of 16"),

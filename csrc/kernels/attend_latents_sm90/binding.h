@@ -28,16 +28,17 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
   static void run(
       const Tensor& q, const Tensor& selected, int64_t key_codec, const Tensor& latents, const Tensor& basis,
       const std::optional<Tensor>& mean, const Tensor& states, const Tensor& first, const Tensor& key_pages,
-      const Tensor& frequencies, int64_t value_codec, const Tensor& codes, const Tensor& scale, const Tensor& rotation,
-      const Tensor& value_pages, const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks,
-      Tensor& out, Tensor& lse, Tensor& partial) {
+      const Tensor& frequencies, int64_t rope_dim, double magnitude, int64_t value_codec, const Tensor& codes,
+      const Tensor& scale, const Tensor& rotation, const Tensor& value_pages,
+      const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks, Tensor& out, Tensor& lse,
+      Tensor& partial) {
     STD_TORCH_CHECK(
         key_codec == codec::kLatentInt4, "attend_latents_sm90 has keys in codec ", codec::kLatentInt4, ", not ",
         key_codec);
     const int64_t dim = q.size(2), heads = selected.size(1), chunk = latents.size(2), rank = basis.size(1);
     LatentInputs in = {};
     set_queries(in, q, selected, key_pages, log_weight, score_scale, out, lse, chunk);
-    set_basis(in, dim, rank, basis, mean, states, first);
+    set_basis(in, dim, rank, basis, mean, states, first, rope_dim, magnitude);
     STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
     check(latents, "latents", Dtype::Byte, {-1, kPage / chunk, chunk, (rank + kStrong) / 2});
     check_dense(frequencies, "frequencies", Dtype::Int, {dim / 32, 4, 2, 2});
@@ -64,7 +65,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     if (in.batch == 0) return;
     const Runs runs(in, int(blocks));
     STD_TORCH_CHECK(blocks > 0 && blocks <= runs.total, blocks, " blocks for ", runs.total, " tiles");
-    const int consumers = in.group <= 4 ? kLatentConsumers<true> : kLatentConsumers<false>;
+    const int consumers = in.group <= 4 ? kLatentConsumers<4> : kLatentConsumers<16>;
     const int least = runs.total / int(blocks); // tiles per block; a unit may have one in its first and last block
     STD_TORCH_CHECK(
         partial.size(2) >= std::min(runs.tiles, (runs.tiles - 2 + least) / least + 1) * consumers,
@@ -94,9 +95,8 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     cudaError_t error = launch_early(
         attend_latents_kernel<Shape>, call.runs.blocks, Shape::kThreads, Shape::kSharedBytes, stream, call);
     STD_TORCH_CHECK(error == cudaSuccess, "attend_latents_sm90: ", cudaGetErrorString(error));
-    const int units = 8 / in.group;
     error = launch_early(
-        merge_latents_kernel<Shape::kDim, Shape::kConsumers>, (in.batch * in.heads + units - 1) / units,
+        merge_latents_kernel<Shape::kDim, Shape::kConsumers>, (in.batch * in.heads * in.group + 7) / 8,
         Shape::kDim * 2, 0, stream, call);
     STD_TORCH_CHECK(error == cudaSuccess, "attend_latents_sm90's merge: ", cudaGetErrorString(error));
   }
@@ -105,8 +105,9 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
   static void launch_dim(int64_t rank, const LatentCall& call, cudaStream_t stream) {
     const auto launched = [&]<int kRank>() {
       if (rank != kRank) return false;
-      const auto launch = call.in.group <= 4 ? launch_shape<LatentShape<Value, kDim, kRank, true>>
-                                             : launch_shape<LatentShape<Value, kDim, kRank, false>>;
+      const auto launch = call.in.group <= 4 ? launch_shape<LatentShape<Value, kDim, kRank, 4>>
+                          : call.in.group <= 8 ? launch_shape<LatentShape<Value, kDim, kRank, 8>>
+                                               : launch_shape<LatentShape<Value, kDim, kRank, 16>>;
       launch(call, stream);
       return true;
     };
@@ -120,9 +121,9 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
 #define SHADOWKV_ATTEND_LATENTS(NAME, Op)                                                                          \
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                \
     m.def(#NAME                                                                                                    \
-          "(Tensor q, Tensor selected, int key_codec, Tensor latents, Tensor basis, Tensor? mean, Tensor states, "  \
-          "Tensor first, Tensor key_pages, Tensor frequencies, int value_codec, Tensor codes, Tensor scale, "      \
-          "Tensor rotation, Tensor value_pages, Tensor? log_weight, float score_scale, int blocks, Tensor(a!) out, " \
-          "Tensor(b!) lse, Tensor(c!) partial) -> ()");                                                            \
+          "(Tensor q, Tensor selected, int key_codec, Tensor latents, Tensor basis, Tensor? mean, Tensor states, " \
+          "Tensor first, Tensor key_pages, Tensor frequencies, int rope_dim, float magnitude, int value_codec, "   \
+          "Tensor codes, Tensor scale, Tensor rotation, Tensor value_pages, Tensor? log_weight, "                  \
+          "float score_scale, int blocks, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");             \
   }                                                                                                                \
   STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl(#NAME, TORCH_BOX(&Op::run)); }

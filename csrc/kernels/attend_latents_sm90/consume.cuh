@@ -61,13 +61,14 @@ load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all
     log_weight[half] = __ldg(of_unit + min(token + half * 8 >> in.log_chunk, in.chunks - 1));
 }
 
-// The products of a warp's keys, rebuilt from its latents in a stage, with a unit's queries: (tokens g, g + 8; queries
-// 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: angles made while the
-// product is under way, or this tile's values while the next one's is, took longer (87 and 90 against 82 us at 63 rows
-// of 960 tokens on an H200).
+// The products of a warp's keys, rebuilt from its latents in a stage, with each set of a unit's queries: (tokens g,
+// g + 8; queries 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: angles made
+// while the product is under way, or this tile's values while the next one's is, took longer (87 and 90 against 82 us
+// at 63 rows of 960 tokens on an H200).
 template <class Shape>
 __device__ __forceinline__ void score_tokens(
-    float (&s)[4], const LatentMemory<Shape>& memory, int unit, uint32_t latents, uint32_t queries, uint32_t places) {
+    float (&s)[Shape::kSets][4], const LatentMemory<Shape>& memory, int unit, uint32_t latents, uint32_t queries,
+    uint32_t places) {
   uint32_t a[Shape::kSteps][4];
   load_latents<Shape>(a, latents);
 #pragma unroll
@@ -80,7 +81,8 @@ __device__ __forceinline__ void score_tokens(
     keys.take(k);
     angles.make(memory.frequencies(), places, h);
     keys.apply_rope(angles);
-    keys.score(s, queries + h * 1024);
+#pragma unroll
+    for (int set = 0; set < Shape::kSets; ++set) keys.score(s[set], queries + set * Shape::kSetBytes + h * 1024);
   }
 }
 
@@ -116,7 +118,7 @@ __device__ __forceinline__ void consume_latents(
       float log_weight[2]; // of tokens g, g + 8; in flight while the keys are computed
       load_log_weights(log_weight, in, run.first_unit + unit, (next + offset) * kLatentTile + warp * 16 + g);
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
-      float s[4] = {};
+      float s[Shape::kSets][4] = {};
       score_tokens<Shape>(s, memory, unit, memory.stage(stage) + warp * 16 * Shape::kLatentRow, queries, places);
       TileValues<Shape> values;
       values.load(memory.stage(stage) + kLatentTile * Shape::kLatentRow + warp * 16 * Shape::kCodeRow, places);
@@ -126,9 +128,13 @@ __device__ __forceinline__ void consume_latents(
       if (stage >= Shape::kStages) stage -= Shape::kStages;
       if (!__any_sync(~0u, values.scale[0] >= 0)) continue;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        s[j] = values.scale[j / 2] < 0 ? -INFINITY
-                                       : fmaf(s[j], in.score_scale, log_weight[j / 2] * kLog2E);
+      for (int set = 0; set < Shape::kSets; ++set) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          s[set][j] = values.scale[j / 2] < 0
+              ? -INFINITY
+              : fmaf(s[set][j], in.score_scale, log_weight[j / 2] * kLog2E);
+      }
       attended.add(s, values);
     }
     __syncwarp();

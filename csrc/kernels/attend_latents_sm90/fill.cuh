@@ -15,8 +15,8 @@ __device__ __forceinline__ bool tile_begins(const LatentInputs& in, const Run& r
 // The first of eight dimensions: those of a unit of 16 bytes in a row of a half of the basis, which has 32 dimensions
 // and the 32 that RoPE pairs them with.
 template <class Shape>
-__device__ __forceinline__ int dim_of(int half, int unit) {
-  return unit / 4 * (Shape::kDim / 2) + half * 32 + unit % 4 * 8;
+__device__ __forceinline__ int dim_of(const LatentInputs& in, int half, int unit) {
+  return in.rope.dim_of<Shape::kDim>(half * 4 + unit % 4, unit / 4);
 }
 
 // How kThreads threads share the rows of a half of the basis. A thread has the same eight dimensions in all rows that
@@ -44,12 +44,14 @@ prefetch_unit(const LatentInputs& in, int64_t state, int unit_of_all, int head, 
     asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + int64_t(unit_of_all) * in.group * kDim + thread * 64));
 }
 
-// Starts copies of the basis without conversion: `from` the thread's dimensions of a sequence and head `into` its
-// place.
+// Starts copies of the basis without conversion: `from` a sequence and head the thread's dimensions `into` its place.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void
-copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int my_row) {
+copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int my_row, int my_unit) {
   using Passes = BasisPasses<Shape, kThreads>;
+  int dim[Shape::kHalves];
+#pragma unroll
+  for (int half = 0; half < Shape::kHalves; ++half) dim[half] = dim_of<Shape>(in, half, my_unit);
 #pragma unroll(Passes::kPasses % 5 == 0 ? 10 : 8) // not all of 16 or 20 passes: registers are scarce
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const bool strong = Passes::is_strong(pass);
@@ -59,7 +61,7 @@ copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int
     for (int half = 0; half < Shape::kHalves; ++half)
       copy16_async(
           into + half * Passes::kHalfBytes + pass * Passes::kBytes,
-          from + int64_t(rank) * (in.heads * Shape::kDim) + half * 32);
+          from + int64_t(rank) * (in.heads * Shape::kDim) + dim[half]);
   }
   close_copy_group();
 }
@@ -69,16 +71,18 @@ template <class Shape, int kThreads>
 __device__ __forceinline__ void fill_queries(const LatentInputs& in, uint2* queries, int unit_of_all, int thread) {
   constexpr int kDim = Shape::kDim;
 #pragma unroll kDim / 64
-  for (int i = thread; i < kDim * 2; i += kThreads) {
-    const int query = i % 32 / 4 % Shape::kQueries, j = i / 32;
-    const __nv_bfloat16* const q = in.q + (int64_t(unit_of_all) * in.group + query) * kDim + j * 8 + i % 4 * 2;
+  for (int i = thread; i < Shape::kSets * kDim * 2; i += kThreads) {
+    const int set = i / (kDim * 2), j = i / 32 % (kDim / 16), query = 8 * set + i % 32 / 4 % Shape::kColumns;
+    const __nv_bfloat16* const q = in.q + (int64_t(unit_of_all) * in.group + query) * kDim + i % 4 * 2;
+    const float factor = in.rope.factor(j);
     uint32_t x[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      x[half] = query < in.group ? __ldg(reinterpret_cast<const uint32_t*>(q + half * kDim / 2)) : 0;
-      x[half] = bits(__float22half2_rn(unpack_bf16(x[half])));
+      x[half] = query < in.group ? __ldg(reinterpret_cast<const uint32_t*>(q + in.rope.dim_of<kDim>(j, half))) : 0;
+      const float2 both = unpack_bf16(x[half]);
+      x[half] = bits(__floats2half2_rn(both.x * factor, both.y * factor));
     }
-    queries[j / 2 * 64 + i % 32 * 2 + j % 2] = make_uint2(x[0], x[1]);
+    queries[set * kDim * 2 + j / 2 * 64 + i % 32 * 2 + j % 2] = make_uint2(x[0], x[1]);
   }
 }
 
@@ -98,7 +102,7 @@ read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t state, int head
   for (int j = 0; j < kMeans; ++j) {
     const int i = thread + j * kThreads;
     if (in.mean == nullptr || i >= Shape::kDim) continue;
-    const int64_t at = state * in.mean_state + head * Shape::kDim + dim_of<Shape>(i / 64, i / 8 % 8) + i % 8;
+    const int64_t at = state * in.mean_state + head * Shape::kDim + dim_of<Shape>(in, i / 64, i / 8 % 8) + i % 8;
     mean[j] = in.mean_is_float ? static_cast<const float*>(in.mean)[at]
                                : __bfloat162float(static_cast<const __nv_bfloat16*>(in.mean)[at]);
   }
@@ -168,11 +172,11 @@ __device__ __forceinline__ void fill_unit(
   const int64_t state = __ldg(in.states + batch);
   const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
   const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
-  const __nv_bfloat16* const from = in.basis + state * in.basis_state + head * kDim + dim_of<Shape>(0, my_unit);
+  const __nv_bfloat16* const from = in.basis + state * in.basis_state + head * kDim;
 
   prefetch_unit<Shape, kThreads>(in, state, unit_of_all, head, thread);
   wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
-  copy_basis<Shape, kThreads>(in, from, into, my_row);
+  copy_basis<Shape, kThreads>(in, from, into, my_row, my_unit);
   fill_queries<Shape, kThreads>(in, memory.queries(unit), unit_of_all, thread);
   if (thread < 32) {
     const int count = count_tiles(in, run, unit, thread);

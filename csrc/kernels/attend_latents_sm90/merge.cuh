@@ -61,8 +61,8 @@ __device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) 
   return x;
 }
 
-// Joins the parts of the units of eight queries, as many as those have, and rotates the values back by their codec's
-// rotation; a warp makes 16 dimensions. It may start before the parts are there: the rotation is read meanwhile.
+// Joins the parts of eight queries, of one unit or of several, and rotates the values back by their codec's rotation; a
+// warp makes 16 dimensions. It may start before the parts are there: the rotation is read meanwhile.
 template <int kDim, int kConsumers>
 __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -80,8 +80,7 @@ __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCal
   wait_for_launch_before();
   let_next_launch_begin();
 
-  const int group = in.group, units = 8 / group, first_query = int(blockIdx.x) * units * group;
-  const int queries = min(units * group, in.batch * in.heads * group - first_query);
+  const int first_query = int(blockIdx.x) * 8, queries = min(8, in.batch * in.heads * in.group - first_query);
   const int query = threadIdx.x / (kDim / 4), at = threadIdx.x % (kDim / 4) * 4; // at: the thread's four dimensions
   *reinterpret_cast<float4*>(&y[query][at]) =
       query < queries ? join_parts<kDim, kConsumers>(call, first_query + query) : make_float4(0, 0, 0, 0);

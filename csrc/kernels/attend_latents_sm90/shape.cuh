@@ -5,6 +5,7 @@
 #include "kernels/attend_selected/value_codecs.cuh"
 #include "kernels/common/hopper.cuh"
 #include "kernels/common/memory.cuh"
+#include "kernels/common/rope_order.cuh"
 
 #include <cuda_bf16.h>
 
@@ -23,9 +24,9 @@ constexpr int kStrong = 32;                      // rank dimensions in 8 bits, t
 constexpr int kLastTile = -2;                    // as a position: no more tiles
 static_assert(kLatentTile == 1 << kLogLatentTile);
 
-// Consumer warpgroups of a block, by whether a kv head has at most four query heads.
-template <bool kFew>
-constexpr int kLatentConsumers = kFew ? 3 : 2;
+// Consumer warpgroups of a block, by how many query heads a kv head has at the most: 4, 8 or 16.
+template <int kQueries>
+constexpr int kLatentConsumers = kQueries == 4 ? 3 : 2;
 
 // Page strides of latents, codes and scale count 32 bytes each, the others elements.
 struct LatentInputs {
@@ -46,6 +47,7 @@ struct LatentInputs {
   const uint32_t* frequencies;
   uint32_t latent_page, code_page, scale_page;
   int64_t key_pages_row, value_pages_row, basis_state, mean_state;
+  RopeOrder rope;
   float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk;
   bool mean_is_float;
@@ -91,16 +93,17 @@ struct Run {
   __device__ int unit_end(int unit) const { return min(end - (first_unit + unit) * tiles, tiles); }
 };
 
-// kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions from 16
-// j and from 16 j + dim / 2 on of eight tokens, instead of eight queries over 16 tokens: half the sums, in as many
-// products.
-template <class Value_, int kDim_, int kRank_, bool kFew_>
+// kQueries: at most so many, 4, 8 or 16. With four, the columns of the values' product are those queries twice, over
+// dimensions from 16 j and from 16 j + dim / 2 on of eight tokens, instead of eight queries over 16 tokens: half the
+// sums, in as many products. With 16, keys and values that are in registers are multiplied with two sets of eight.
+template <class Value_, int kDim_, int kRank_, int kQueries_>
 struct LatentShape {
   using Value = Value_;
   static constexpr int kDim = kDim_, kRank = kRank_;
-  static constexpr bool kFew = kFew_;
-  static constexpr int kQueries = kFew ? 4 : 8;
-  static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them
+  static constexpr int kQueries = kQueries_;
+  static constexpr bool kFew = kQueries == 4;
+  static constexpr int kSets = kFew ? 1 : kQueries / 8, kColumns = kQueries / kSets; // queries of a product: a set
+  static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them, of a set
   static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those RoPE pairs them with
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
@@ -112,14 +115,16 @@ struct LatentShape {
   static constexpr int kMergeRow = kDim + 4;  // floats
 
   // Registers: a multiprocessor has 512 for four warpgroups, or 504 for three.
-  static constexpr int kConsumers = kLatentConsumers<kFew>;
+  static constexpr int kConsumers = kLatentConsumers<kQueries>;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 88, kConsumerRegisters = kConsumers == 3 ? 152 : 208;
+  static constexpr int kProducerRegisters = kFew ? 56 : kSets == 1 ? 88 : 72;
+  static constexpr int kConsumerRegisters = kFew ? 152 : kSets == 1 ? 208 : 216;
 
   // Shared memory: two units; per consumer, sums of two warps and the states of all warps; the rest; as many stages as
   // fit.
   static constexpr int kBasisBytes = kHalves * kRows * 128;
-  static constexpr int kUnitBytes = kBasisBytes + kDim / 16 * 256;
+  static constexpr int kSetBytes = kDim / 16 * 256; // of a set of queries
+  static constexpr int kUnitBytes = kBasisBytes + kSets * kSetBytes;
   static constexpr int kStateBytes = 4 * kQueries * 16;
   static constexpr int kMergeBytes = 2 * kQueries * kMergeRow * 4 + kStateBytes;
   static constexpr int kSumBytes = 2 * kDim * 4;
@@ -131,7 +136,7 @@ struct LatentShape {
   static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kMergeBytes >= 128 * 16 + kStateBytes && kFixedBytes % 128 == 0);
+  static_assert(kMergeBytes >= kSets * 128 * 16 + kStateBytes && kFixedBytes % 128 == 0);
   static_assert(Value::kRotated && Value::scales(kDim) == 1, "what is copied, and merged");
   static_assert(kStages >= kConsumers && kRing > kStages && kRing % kConsumers == 0);
 };

@@ -3,8 +3,11 @@
 
 #include "kernels/common/checks.h"
 #include "kernels/common/mma.cuh"
+#include "kernels/common/rope_order.cuh"
 
 namespace shadowkv {
+
+constexpr int kMostGroup = 16; // query heads of a kv head
 
 // Sets what all inputs have.
 template <class Inputs>
@@ -17,8 +20,8 @@ void set_queries(
       chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8 || chunk == 16, "chunks of ", chunk,
       " tokens: not 1, 2, 4, 8 or 16");
   STD_TORCH_CHECK(
-      heads > 0 && rows % heads == 0 && rows / heads <= 8, rows, " query heads on ", heads,
-      " kv heads: not 1 to 8 each");
+      heads > 0 && rows % heads == 0 && rows / heads <= kMostGroup, rows, " query heads on ", heads,
+      " kv heads: not 1 to ", kMostGroup, " each");
   check_dense(q, "q", Dtype::BFloat16, {batch, rows, dim});
   check_dense(selected, "selected", Dtype::Long, {batch, heads, -1});
   check_dense(key_pages, "key pages", Dtype::Long, {batch, -1}, 1);
@@ -48,7 +51,11 @@ inline void check_pages(const Tensor& x, const char* name) {
 template <class Inputs>
 void set_basis(
     Inputs& in, int64_t dim, int64_t rank, const Tensor& basis, const std::optional<Tensor>& mean, const Tensor& states,
-    const Tensor& first) {
+    const Tensor& first, int64_t rope_dim, double magnitude) {
+  STD_TORCH_CHECK(
+      rope_dim > 0 && rope_dim <= dim && rope_dim % 16 == 0, "RoPE of ", rope_dim, " of ", dim,
+      " dimensions, not of a multiple of 16");
+  in.rope = {int(rope_dim / 16), float(1 / magnitude)};
   check(basis, "basis", Dtype::BFloat16, {-1, rank, in.heads, dim});
   check_pages(basis, "basis");
   check_dense(states, "states", Dtype::Long, {in.batch});

@@ -64,11 +64,12 @@ void launch_attend(const AttendInputs& in, const AttendOutputs& to, cudaStream_t
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   STD_TORCH_CHECK(
       error == cudaSuccess, "attend_selected needs ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
-  kernel<<<dim3(in.splits, in.heads, in.batch), kAttendWarps * 32, bytes, stream>>>(in, to);
+  const int blocks = (in.group + kAttendQueries - 1) / kAttendQueries; // of a split
+  kernel<<<dim3(in.splits * blocks, in.heads, in.batch), kAttendWarps * 32, bytes, stream>>>(in, to);
   check_launch("attend_selected");
   if (in.splits == 1) return;
   merge_selected_kernel<Shape::kDim, Shape::kRotated>
-      <<<in.batch * in.heads, kAttendWarps * 32, 0, stream>>>(to, in.rotation, in.group, in.splits);
+      <<<dim3(in.batch * in.heads, blocks), kAttendWarps * 32, 0, stream>>>(to, in.rotation, in.group, in.splits);
   check_launch("attend_selected's merge");
 }
 
@@ -92,7 +93,8 @@ struct AttendSelected {
       const Tensor& q, const Tensor& selected, int64_t key_codec, const Tensor& keys,
       const std::optional<Tensor>& basis, const std::optional<Tensor>& mean, const std::optional<Tensor>& states,
       const std::optional<Tensor>& first, const std::optional<Tensor>& far_angles,
-      const std::optional<Tensor>& near_angles, const Tensor& key_pages, int64_t value_codec, const Tensor& values,
+      const std::optional<Tensor>& near_angles, int64_t rope_dim, double magnitude, const Tensor& key_pages,
+      int64_t value_codec, const Tensor& values,
       const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation, const Tensor& value_pages,
       const std::optional<Tensor>& value_slots, const std::optional<Tensor>& log_weight, double score_scale,
       Tensor& out, Tensor& lse, Tensor& partial) {
@@ -116,7 +118,8 @@ struct AttendSelected {
       if constexpr (Key::kRebuilt) {
         STD_TORCH_CHECK(
             basis && states && first && far_angles && near_angles, "latents need a basis, states and angles");
-        set_latents<Key>(in, dim, keys, *basis, mean, *states, *first, *far_angles, *near_angles);
+        set_latents<Key>(
+            in, dim, keys, *basis, mean, *states, *first, *far_angles, *near_angles, rope_dim, magnitude);
       } else {
         check(keys, "keys", kStored<Key>, {-1, in.heads, kPage / chunk, chunk, dim});
       }
@@ -147,10 +150,11 @@ struct AttendSelected {
   template <class Key>
   static void set_latents(
       AttendInputs& in, int64_t dim, const Tensor& latents, const Tensor& basis, const std::optional<Tensor>& mean,
-      const Tensor& states, const Tensor& first, const Tensor& far_angles, const Tensor& near_angles) {
+      const Tensor& states, const Tensor& first, const Tensor& far_angles, const Tensor& near_angles,
+      int64_t rope_dim, double magnitude) {
     const int64_t rank = basis.size(1), chunk = latents.size(-2);
     check_rank(rank);
-    set_basis(in, dim, rank, basis, mean, states, first);
+    set_basis(in, dim, rank, basis, mean, states, first, rope_dim, magnitude);
     check_dense(far_angles, "far angles", Dtype::Half, {-1, dim / 4, 2, 2});
     check_dense(near_angles, "near angles", Dtype::Half, {8, dim / 4, 2, 2});
     const int64_t width = latents.size(-1), bits = width * int64_t(latents.element_size()) * 8;
@@ -216,9 +220,10 @@ struct AttendSelected {
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                 \
     m.def(#NAME                                                                                                     \
           "(Tensor q, Tensor selected, int key_codec, Tensor keys, Tensor? basis, Tensor? mean, Tensor? states, "   \
-          "Tensor? first, Tensor? far_angles, Tensor? near_angles, Tensor key_pages, int value_codec, Tensor values, " \
-          "Tensor? scale, Tensor? rotation, Tensor value_pages, Tensor? value_slots, Tensor? log_weight, "          \
-          "float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");                          \
+          "Tensor? first, Tensor? far_angles, Tensor? near_angles, int rope_dim, float magnitude, Tensor key_pages, " \
+          "int value_codec, Tensor values, Tensor? scale, Tensor? rotation, Tensor value_pages, "                   \
+          "Tensor? value_slots, Tensor? log_weight, float score_scale, Tensor(a!) out, Tensor(b!) lse, "            \
+          "Tensor(c!) partial) -> ()");                                                                             \
     m.def(#NAME "_memory(int key_codec, int value_codec, int dim, int rank) -> int");                               \
   }                                                                                                                 \
   STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl(#NAME, TORCH_BOX(&Op::run)); }                         \

@@ -11,6 +11,7 @@ __device__ __forceinline__ void fill_tables(
     const AttendInputs& in, const AttendTables<Shape>& to, int rank, int64_t state) {
   constexpr int kDim = Shape::kDim, kPairs = Shape::kPairs;
   const int head = blockIdx.y, batch = blockIdx.z;
+  const BlockQueries block(in);
   if constexpr (Shape::kLow) {
     const __nv_bfloat16* from = in.basis + state * in.basis_state + head * kDim;
     constexpr int kUnits = kDim / 8;
@@ -19,7 +20,8 @@ __device__ __forceinline__ void fill_tables(
       const int row = i / kUnits, unit = i % kUnits;
       const int place = unit ^ (row / 8 % 4 * 2 + row % 2); // matches how the eight rows of a matrix are read below
       char* const into = to.basis + row * Shape::kBasisRow + place * 16;
-      const __nv_bfloat16* const at = from + int64_t(row) * in.heads * kDim + unit * 8;
+      const __nv_bfloat16* const at =
+          from + int64_t(row) * in.heads * kDim + in.rope.dim_of<kDim>(unit % kPairs, unit / kPairs);
       if constexpr (Shape::Key::kHalf) {
         // Half, to which int8 converts faster than to bf16. Entries under 6e-5 lose bits; for keys around one, none do.
         uint4 x = __ldg(reinterpret_cast<const uint4*>(at));
@@ -37,28 +39,35 @@ __device__ __forceinline__ void fill_tables(
     }
     // The mean and the queries lie as lanes need them: two dimensions and the two that RoPE pairs them with.
     if (threadIdx.x < kDim / 4) {
-      const int64_t at = state * in.mean_state + head * kDim + 2 * threadIdx.x;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const int64_t at = state * in.mean_state + head * kDim +
+            in.rope.dim_of<kDim>(threadIdx.x / 4, half) + threadIdx.x % 4 * 2;
         float2 x = make_float2(0, 0);
         if (in.mean != nullptr && in.mean_is_float)
-          x = *reinterpret_cast<const float2*>(static_cast<const float*>(in.mean) + at + half * kDim / 2);
+          x = *reinterpret_cast<const float2*>(static_cast<const float*>(in.mean) + at);
         else if (in.mean != nullptr)
-          x = unpack_bf16(*reinterpret_cast<const uint32_t*>(
-              static_cast<const __nv_bfloat16*>(in.mean) + at + half * kDim / 2));
+          x = unpack_bf16(
+              *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(in.mean) + at));
         to.mean[2 * threadIdx.x + half] = __float22half2_rn(x);
       }
     }
   }
 #pragma unroll
   for (int i = threadIdx.x; i < kPairs * 32; i += kAttendWarps * 32) {
-    const int query = i % 32 / 4, at = i / 32 * 8 + i % 4 * 2;
-    const __nv_bfloat16* from = in.q + ((int64_t(batch) * in.heads + head) * in.group + query) * kDim + at;
+    const int query = i % 32 / 4, eight = i / 32;
+    const __nv_bfloat16* from =
+        in.q + ((int64_t(batch) * in.heads + head) * in.group + block.first + query) * kDim + i % 4 * 2;
     uint32_t x[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (query < in.group) x[half] = __ldg(reinterpret_cast<const uint32_t*>(from + half * kDim / 2));
-      if constexpr (Shape::kLow) x[half] = bits(__float22half2_rn(unpack_bf16(x[half])));
+      const int dim = Shape::kLow ? in.rope.dim_of<kDim>(eight, half) : 8 * eight + half * kDim / 2;
+      if (query < block.count) x[half] = __ldg(reinterpret_cast<const uint32_t*>(from + dim));
+      if constexpr (Shape::kLow) {
+        const float2 both = unpack_bf16(x[half]);
+        const float factor = in.rope.factor(eight);
+        x[half] = bits(__floats2half2_rn(both.x * factor, both.y * factor));
+      }
     }
     to.queries[i] = make_uint2(x[0], x[1]);
   }

@@ -19,7 +19,7 @@ struct TileWalk {
   const int64_t* const value_pages = in.value_pages + batch * in.value_pages_row + (buffered ? head * in.chunks : 0);
   const int stride = in.splits * kAttendWarps;
   const int within = lane & ((1 << in.log_chunk) - 1);
-  int tile = blockIdx.x * kAttendWarps + threadIdx.x / 32;
+  int tile = BlockQueries(in).split * kAttendWarps + threadIdx.x / 32;
   int chunk = chunk_at(tile), position, key_page, value_page; // of the lane's token; pages are -1 if there is no token
   __half scale[Shape::kScales]; // of the lane's token in the tile started last
 

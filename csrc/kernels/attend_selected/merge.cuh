@@ -51,7 +51,8 @@ template <class Shape>
 __device__ __forceinline__ void join_warps(
     const AttendInputs& in, const AttendOutputs& to, AttendSums<Shape>& sums, char* shared) {
   constexpr int kDim = Shape::kDim;
-  const int split = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int head = blockIdx.y, batch = blockIdx.z;
+  const BlockQueries block(in);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void join_warps(
         g == 0 ? make_float2(sums.top[0], sums.sum[0]) : make_float2(sums.top[1], sums.sum[1]);
   __syncthreads();
   const bool only_split = in.splits == 1;
-  const int64_t unit = int64_t(batch) * in.heads + head;
+  const int64_t unit = int64_t(batch) * in.heads + head, first = unit * in.group + block.first;
   for (int i = threadIdx.x; i < kAttendQueries * (kDim / 4); i += kAttendWarps * 32) {
     const int query = i / (kDim / 4), at = i % (kDim / 4) * 4;
     float2 state[kAttendWarps];
@@ -96,33 +97,34 @@ __device__ __forceinline__ void join_warps(
       x[0] += part.x * share, x[1] += part.y * share, x[2] += part.z * share, x[3] += part.w * share;
     }
     if (only_split) {
-      const float scale = query < in.group && total > 0 ? 1 / total : 0.f;
+      const float scale = query < block.count && total > 0 ? 1 / total : 0.f;
       *reinterpret_cast<float4*>(merged + query * Shape::kMergeRow + at) =
           make_float4(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
-      if (at == 0 && query < in.group) to.lse[unit * in.group + query] = (highest + log2f(total)) * kLn2;
-    } else if (query < in.group) {
-      float* partial = to.partial + ((unit * in.splits + split) * in.group + query) * (kDim + 4);
+      if (at == 0 && query < block.count) to.lse[first + query] = (highest + log2f(total)) * kLn2;
+    } else if (query < block.count) {
+      float* partial =
+          to.partial + ((unit * in.splits + block.split) * in.group + block.first + query) * (kDim + 4);
       *reinterpret_cast<float4*>(partial + at) = make_float4(x[0], x[1], x[2], x[3]);
       if (at == 0) *reinterpret_cast<float2*>(partial + kDim) = make_float2(highest, total);
     }
   }
   if (!only_split) return;
   __syncthreads();
-  write_outputs<kDim, Shape::kRotated>(
-      merged, Shape::kMergeRow, in.rotation, to.out + unit * in.group * kDim, in.group);
+  write_outputs<kDim, Shape::kRotated>(merged, Shape::kMergeRow, in.rotation, to.out + first * kDim, block.count);
 }
 
-// Merges the splits of one sequence and kv head.
+// Merges the splits of one sequence and kv head, for up to eight of its queries.
 template <int kDim, bool kRotate>
 __global__ __launch_bounds__(kAttendWarps * 32) void merge_selected_kernel(
     const AttendOutputs to, const float* rotation, int group, int splits) {
   __shared__ float y[kAttendQueries][kDim + 4];
   const int64_t unit = blockIdx.x;
+  const int before = blockIdx.y * kAttendQueries, count = min(group - before, kAttendQueries);
   for (int i = threadIdx.x; i < kAttendQueries * kDim; i += kAttendWarps * 32) {
     const int query = i / kDim, at = i % kDim;
     y[query][at] = 0;
-    if (query >= group) continue;
-    const float* partial = to.partial + (unit * splits * group + query) * (kDim + 4);
+    if (query >= count) continue;
+    const float* partial = to.partial + (unit * splits * group + before + query) * (kDim + 4);
     const int64_t next = group * (kDim + 4);
     float highest = -INFINITY, total = 0, x = 0;
     for (int split = 0; split < splits; ++split) highest = fmaxf(highest, partial[split * next + kDim]);
@@ -134,10 +136,11 @@ __global__ __launch_bounds__(kAttendWarps * 32) void merge_selected_kernel(
       }
       y[query][at] = x / total;
     }
-    if (at == 0) to.lse[unit * group + query] = (highest + log2f(total)) * kLn2;
+    if (at == 0) to.lse[unit * group + before + query] = (highest + log2f(total)) * kLn2;
   }
   __syncthreads();
-  write_outputs<kDim, kRotate>(&y[0][0], kDim + 4, rotation, to.out + unit * group * kDim, group);
+  write_outputs<kDim, kRotate>(
+      &y[0][0], kDim + 4, rotation, to.out + (unit * group + before) * kDim, count);
 }
 
 } // namespace shadowkv

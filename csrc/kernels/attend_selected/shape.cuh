@@ -4,13 +4,14 @@
 #include "constants.h"
 #include "kernels/common/memory.cuh"
 #include "kernels/common/mma.cuh"
+#include "kernels/common/rope_order.cuh"
 #include "key_codecs.cuh"
 #include "value_codecs.cuh"
 
 namespace shadowkv {
 
 constexpr int kAttendWarps = 4;
-constexpr int kAttendQueries = 8; // query heads of a block: columns of a product
+constexpr int kAttendQueries = 8; // most query heads of a block: columns of a product
 
 // Page strides count bytes between consecutive page names, the others elements.
 struct AttendInputs {
@@ -33,6 +34,7 @@ struct AttendInputs {
   const float* rotation;      // [dim, dim], the codec's, for rotated codes
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
+  RopeOrder rope;    // of latents' keys
   float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
   int key_bytes, strong; // of a token's key; latents in 8 bits, if the others have fewer
@@ -83,6 +85,16 @@ struct AttendShape {
     const int all = table_bytes(rank) + kAttendWarps * warp_bytes(rank);
     return all > kMergeBytes ? all : kMergeBytes;
   }
+};
+
+// The queries of a block. A kv head with more of them has several blocks, each of which rebuilds the keys.
+struct BlockQueries {
+  int split, first, count;
+
+  __device__ __forceinline__ explicit BlockQueries(const AttendInputs& in)
+      : split(blockIdx.x % in.splits),
+        first(blockIdx.x / in.splits * kAttendQueries),
+        count(min(in.group - first, kAttendQueries)) {}
 };
 
 // The tables of a block.

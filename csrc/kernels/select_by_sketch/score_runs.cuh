@@ -54,9 +54,10 @@ struct SliceLine {
   }
 };
 
-// kBytes: per token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
-template <int kBytes, bool kWide, bool kSingle>
-__global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlocks)
+// kBytes: per token in a plane, 8, 16 or 32. kQueries: most query heads of a kv head, 4, 8 or 16. kSingle: chunks of
+// one token.
+template <int kBytes, int kQueries, bool kSingle>
+__global__ void __launch_bounds__(32 * kScoreWarps, kScoreBlocks<kBytes, kQueries>)
     score_runs_kernel(const SelectBySketch p) {
   __shared__ __align__(128) uint8_t memory[kScoreWarps * kStages * Stage<kBytes>::kSize];
   extern __shared__ uint32_t before[]; // as count_slices leaves it
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
 #pragma unroll 1
   for (; number < line.all; number += kScoreWarps * gridDim.x) {
     const Slice next = line.find(p, number + kScoreWarps * gridDim.x);
-    const QueryFragments<kBytes, kWide> queries(p, own.row);
+    const QueryFragments<kBytes, kQueries> queries(p, own.row);
     uint16_t* values = p.values(own.row) + (own.first << log_run) + (t * kRun + g >> log_chunk);
     const auto score_batch = [&](int first, int slot) {
       RunCodes<kBytes> codes;

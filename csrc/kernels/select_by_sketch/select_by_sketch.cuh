@@ -29,14 +29,14 @@ cudaError_t launch_choose(const SelectPhase& phase, cudaStream_t stream) {
       choose_chunks_kernel<kThreads>, dim3(phase.of.rows), dim3(kThreads), phase.memory.bytes(), stream, phase);
 }
 
-template <int kBytes, bool kWide>
+template <int kBytes, int kQueries>
 cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   int device = 0, processors = 0, limit = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
   limit -= int(sizeof(RadixShared)) + 16;
-  const int blocks = (kBytes == 32 ? 2 : kScoreBlocks) * processors;
+  const int blocks = kScoreBlocks<kBytes, kQueries> * processors;
   p.slice = int64_t(p.rows) * p.region.keep / kSliceRuns >= 2 * kScoreWarps * blocks ? kSliceRuns : kShortSlice;
   const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
   const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
@@ -45,7 +45,8 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.sampled, limit)};
   const bool few = is_few(p.rows, processors);
   if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
-  const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;
+  const auto score =
+      p.log_chunk ? score_runs_kernel<kBytes, kQueries, false> : score_runs_kernel<kBytes, kQueries, true>;
   if (const auto error = launch_early(score, score_blocks, dim3(32 * kScoreWarps), before_bytes, stream, p))
     return error;
   return few ? launch_choose<512>(choose, stream) : launch_choose<256>(choose, stream);
@@ -53,8 +54,9 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
 
 template <int kBytes>
 cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream) {
-  return p.group > 4 ? launch_select_by_sketch<kBytes, true>(p, stream)
-                     : launch_select_by_sketch<kBytes, false>(p, stream);
+  return p.group > 8   ? launch_select_by_sketch<kBytes, 16>(p, stream)
+         : p.group > 4 ? launch_select_by_sketch<kBytes, 8>(p, stream)
+                       : launch_select_by_sketch<kBytes, 4>(p, stream);
 }
 
 // By bytes of a token in a plane: 8, 16 or 32.

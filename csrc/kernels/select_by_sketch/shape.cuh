@@ -9,10 +9,13 @@ namespace shadowkv {
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
 constexpr int kScoreWarps = 8;  // per block that scores
-constexpr int kScoreBlocks = 3; // per multiprocessor
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each;
 constexpr int kShortSlice = 8;  // this many if there are few
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
+
+// Blocks that score on a multiprocessor: as many as have registers enough.
+template <int kBytes, int kQueries>
+constexpr int kScoreBlocks = 3 - (kBytes == 32) - (kQueries == 16);
 
 // What all of a row's scores share: the number of kept runs, and the linear map from scores to exponents.
 struct RowState {

@@ -134,7 +134,7 @@ struct SignCopies {
 
 // A lane's part of the queries of a kv head. Row g of a multiplication is a token of the g-th 8 of a page and row g + 8
 // another of these, so that a lane ends up with all their scores. Columns 2t and 2t + 1 of multiplication m are planes
-// 2m and 2m + 1 of query t of the group, or of query t + 4 in the second of kSets; missing queries are replaced by the
+// 2m and 2m + 1 of query t of the group, or of query t + 4 s in set s of kSets; missing queries are replaced by the
 // last query. With 2 words per token, a row has two tokens, and the query is multiplied with one at a time.
 template <int kWords, int kSets>
 struct SignQueries {
@@ -206,7 +206,8 @@ struct SignQueries {
       }
     }
     float best = top[0] * unit[0];
-    if constexpr (kSets == 2) best = fmaxf(best, top[1] * unit[1]);
+#pragma unroll
+    for (int s = 1; s < kSets; ++s) best = fmaxf(best, top[s] * unit[s]);
     return best;
   }
 };
@@ -223,7 +224,8 @@ __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, i
 
 // A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row.
 template <int kWords, int kSets>
-__global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_scores_kernel(const SignScores p) {
+__global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 || (kWords == 2 && kSets == 4) ? 1 : 2)
+    sign_scores_kernel(const SignScores p) {
   using Stage = SignStage<kWords>;
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const int head = blockIdx.z * blockDim.y + threadIdx.y;
@@ -282,12 +284,21 @@ cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
   return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), warps * kWarpBytes, stream, p);
 }
 
+template <int kWords>
+cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
+  switch ((p.group + 3) / 4) {
+    case 1: return launch_sign_scores<kWords, 1>(p, stream);
+    case 2: return launch_sign_scores<kWords, 2>(p, stream);
+    case 3: return launch_sign_scores<kWords, 3>(p, stream);
+    default: return launch_sign_scores<kWords, 4>(p, stream);
+  }
+}
+
 // By bytes of a key's signs: 8, 16 or 32.
 inline cudaError_t launch_sign_scores(const SignScores& p, int64_t bytes, cudaStream_t stream) {
-  const bool wide = p.group > 4;
-  if (bytes == 8) return wide ? launch_sign_scores<2, 2>(p, stream) : launch_sign_scores<2, 1>(p, stream);
-  if (bytes == 16) return wide ? launch_sign_scores<4, 2>(p, stream) : launch_sign_scores<4, 1>(p, stream);
-  return wide ? launch_sign_scores<8, 2>(p, stream) : launch_sign_scores<8, 1>(p, stream);
+  if (bytes == 8) return launch_sign_scores<2>(p, stream);
+  if (bytes == 16) return launch_sign_scores<4>(p, stream);
+  return launch_sign_scores<8>(p, stream);
 }
 
 } // namespace shadowkv

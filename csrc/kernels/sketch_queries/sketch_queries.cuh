@@ -1,6 +1,7 @@
 // Queries for the kernels that search a key sketch: mapped, divided by their original length, as 8-bit whole numbers in
-// bytes, and as 4-bit numbers in bit planes. A block computes the queries of one row and kv head, which share a map;
-// the map's bytes, 32 KiB at head dim 128, are in flight while the previous launch is still running.
+// bytes, and as 4-bit numbers in bit planes. A block computes up to eight queries of one row and kv head, which share a
+// map; the map's bytes, 32 KiB at head dim 128, are in flight while the previous launch is still running. More than eight
+// are halves, of two blocks: the second takes the map from the L2 cache.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,6 +26,7 @@ struct SketchQueries {
   int* plane_sum;            // [queries], of those
   float* length;             // [queries], of the queries, times dim^-1/2
   int rows, heads, group, dim;
+  int share; // queries of a block, of the group's
 };
 
 __device__ __forceinline__ void add_product(float4& sum, uint2 x, float y) {
@@ -129,7 +131,9 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   constexpr int kParts = QueryMemory<kWords, kQueries>::kParts;
   constexpr int kRows = kParts == 1 ? 16 : 4; // of M, in flight together
   const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8, rows = p.dim / kQueries;
-  const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads, first = blockIdx.x * p.group;
+  const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+  const int before = blockIdx.y * p.share, first = blockIdx.x * p.group + before; // queries of the group, of all
+  const int own_queries = min(p.share, p.group - before);
   const __nv_bfloat16* map = p.maps + p.states[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;
   uint2 m[kRows][kParts];
   const auto load_rows = [&](int from) {
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
   for (int i = warp * 32 + lane; i < p.dim * kQueries; i += 32 * kQueries) {
     const int query = i / p.dim;
-    columns[i % p.dim * kQueries + query] = query < p.group ? float(q[i]) : 0.f;
+    columns[i % p.dim * kQueries + query] = query < own_queries ? float(q[i]) : 0.f;
   }
   __syncthreads();
   float4 x[kQueries][kParts] = {};
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
     for (int part = 0; part < kParts; ++part) sums[((warp * kQueries + n) * kParts + part) * 32 + lane] = x[n][part];
   __syncthreads();
 
-  if (warp >= p.group) return;
+  if (warp >= own_queries) return;
   float4 own[kParts] = {};
   float top = join_shares<kQueries>(own, sums, warp, lane), square = 0;
   for (int i = lane; i < p.dim; i += 32)
@@ -193,13 +197,15 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
 template <typename T, int kWords, int kQueries>
 cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
   return launch_early(
-      sketch_queries_kernel<T, kWords, kQueries>, dim3(p.rows * p.heads), dim3(32, kQueries),
-      QueryMemory<kWords, kQueries>::bytes(p.dim), stream, p);
+      sketch_queries_kernel<T, kWords, kQueries>, dim3(p.rows * p.heads, (p.group + p.share - 1) / p.share),
+      dim3(32, kQueries), QueryMemory<kWords, kQueries>::bytes(p.dim), stream, p);
 }
 
 template <typename T, int kWords>
-cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
-  return p.group > 4 ? launch_sketch_queries<T, kWords, 8>(p, stream) : launch_sketch_queries<T, kWords, 4>(p, stream);
+cudaError_t launch_sketch_queries(SketchQueries p, cudaStream_t stream) {
+  const int blocks = (p.group + 7) / 8;
+  p.share = (p.group + blocks - 1) / blocks;
+  return p.share > 4 ? launch_sketch_queries<T, kWords, 8>(p, stream) : launch_sketch_queries<T, kWords, 4>(p, stream);
 }
 
 // By bytes of a row: 8, 16 or 32.

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shadowkv.ops.apply_rope.tables import RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     CodedRows,
@@ -25,8 +25,12 @@ from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import cuda_missing
 
 CHUNKS = (1, 2, 4, 8, 16)
-MAX_GROUP = 8
-"""Most query heads per kv head that the kernel supports."""
+MAX_GROUP = 16
+"""Most query heads per kv head that the kernels of this op support."""
+QUERIES = 8
+"""Most query heads of a thread block: of a kv head with more, several blocks rebuild the same keys."""
+ROPE_DIMS = 16
+"""Dimensions that RoPE rotates are a multiple of this."""
 KERNELS: dict[tuple[int, int], str] = {}
 """Ops in ``torch.ops.shadowkv_cuda`` for further pairs of key and value codecs; ``attend_selected`` serves all
 others."""
@@ -70,9 +74,9 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
-    exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates all dimensions, in halves. Which
-    codecs of keys go with which of values, ``csrc/kernels/attend_selected/attend_selected.cu`` says. Pages lie on
+    Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 16 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
+    exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates a multiple of 16 dimensions, in halves.
+    Which codecs of keys go with which of values, ``csrc/kernels/attend_selected/attend_selected.cu`` says. Pages lie on
     the queries' device, scales of values in the pages of the keys.
 
     RoPE and scores of rebuilt keys are in half, coded latents are multiplied in half too: entries of the basis under
@@ -94,12 +98,14 @@ def attend_selected(
     key_codec, rows, *basis = _stored_keys(keys)
     value_codec, *stored = _stored_values(values)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * kv_heads, selected.shape[2] * rows.shape[-2], processors)
+    units = batch * kv_heads * -(-heads // (kv_heads * QUERIES))
+    split = splits(units, selected.shape[2] * rows.shape[-2], processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    magnitude = keys.rotary.config.magnitude if isinstance(keys, LatentKeys) else 1
-    score_scale = math.log2(math.e) / math.sqrt(dim) * magnitude  # turns a product into a base-2 exponent
-    call = (q, selected, key_codec, rows, *basis, keys.pages, value_codec, *stored, log_weight, score_scale)
+    rope = keys.rotary.config if isinstance(keys, LatentKeys) else RopeConfig(dim)
+    score_scale = math.log2(math.e) / math.sqrt(dim) * rope.magnitude  # turns a product into a base-2 exponent
+    keys_of = key_codec, rows, *basis, rope.dim, rope.magnitude, keys.pages
+    call = (q, selected, *keys_of, value_codec, *stored, log_weight, score_scale)
     _op(key_codec, value_codec)(*call, out, lse, partial)
     return out, lse
 
@@ -113,8 +119,8 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
     """Why keys of ``dim`` dimensions, ``rope_dim`` of which RoPE rotates, are not rotated as the kernel does."""
     pairs = "neighbours" if interleaved else "halves"
     return unless(
-        rope_dim == dim and not interleaved,
-        f"RoPE rotates {rope_dim} of {dim} dimensions, in {pairs}: not all in halves",
+        rope_dim % ROPE_DIMS == 0 and not interleaved,
+        f"RoPE rotates {rope_dim} of {dim} dimensions, in {pairs}: not a multiple of {ROPE_DIMS}, in halves",
     )
 
 
@@ -157,7 +163,8 @@ def _stored_values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
-    """Blocks for each of ``units`` sequences x kv heads: enough to fill the device, with a tile for every warp.
+    """Blocks for each of ``units``, up to ``QUERIES`` query heads of a kv head and sequence: enough to fill the device,
+    with a tile for every warp.
 
     A second wave of whole blocks costs less than splitting them (90 against 100 us at 384 units of 1024 tokens on an
     H200): the 40 KiB basis is read once per block.
@@ -172,10 +179,13 @@ _angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDict
 def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
     """cos and sin as the kernel reads them, of every eighth position and of the first eight: the rest are products.
 
-    float16 [n, d / 4, 2, 2], for every two dimensions their cosines and their sines, without the magnitude.
+    float16 [n, d / 4, 2, 2], for every two dimensions their cosines and their sines, without the magnitude; of
+    dimensions that do not rotate 1 and 0.
     """
     if rotary not in _angles_of:
-        both = torch.stack([rotary.cos, rotary.sin], dim=1).unflatten(-1, (-1, 2)) / rotary.config.magnitude
-        both = both.transpose(1, 2).half()
+        both = torch.stack([rotary.cos, rotary.sin], dim=1) / rotary.config.magnitude
+        still = torch.eye(2, 1, device=both.device)  # cos and sin of no angle
+        still = still.expand(len(both), -1, (rotary.config.head_dim - rotary.config.dim) // 2)
+        both = torch.cat([both, still], dim=-1).unflatten(-1, (-1, 2)).transpose(1, 2).half()
         _angles_of[rotary] = both[::8].contiguous(), both[:8].contiguous()
     return _angles_of[rotary]

@@ -53,10 +53,10 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Queries are bfloat16, of head dim 64 or 128, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens. Keys are
-    latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4; RoPE rotates all
-    dimensions, in halves. Values are of the codecs in ``KERNELS``, in no buffer. Pages lie on the queries' device,
-    multiples of 32 bytes apart, scales of values in the pages of their codes.
+    Queries are bfloat16, of head dim 64 or 128, at most 16 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens. Keys are
+    latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4; RoPE rotates a multiple
+    of 16 dimensions, in halves. Values are of the codecs in ``KERNELS``, in no buffer. Pages lie on the same device as
+    queries, multiples of 32 bytes apart, scales of values in the pages of their codes.
 
     Keys are rebuilt, rotated and scored in half: entries of the basis under 6e-5 lose bits, keys over 65504 overflow.
     ``pages``, ``states``, ``first`` and ``selected`` are read on the device and are not checked.
@@ -87,6 +87,8 @@ def attend_selected(
         keys.first,
         keys.pages,
         frequencies(keys.rotary),
+        keys.rotary.config.dim,
+        keys.rotary.config.magnitude,
         values.codec.id,
         values.codes,
         values.scale,
@@ -135,10 +137,11 @@ _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
 
 def frequencies(rotary: RotaryTables) -> Tensor:
     """Revolutions per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j
-    + 2 t + e at [i, t, j, e].
+    + 2 t + e at [i, t, j, e]; 0 of dimensions that do not rotate.
     """
     if rotary not in _frequencies_of:
         revolutions = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32
-        ordered = revolutions.round().to(torch.int32).unflatten(0, (-1, 2, 4, 2)).transpose(1, 2)
+        still = revolutions.new_zeros((rotary.config.head_dim - rotary.config.dim) // 2)
+        ordered = torch.cat([revolutions, still]).round().to(torch.int32).unflatten(0, (-1, 2, 4, 2)).transpose(1, 2)
         _frequencies_of[rotary] = ordered.contiguous().to(rotary.cos.device)
     return _frequencies_of[rotary]

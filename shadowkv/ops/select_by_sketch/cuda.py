@@ -56,7 +56,7 @@ def select_by_sketch(
 ) -> tuple[Tensor, Tensor | None]:
     """Same as the reference; scores are compared as float16 numbers.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads per kv head.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head.
     """
     (batch, columns), heads, device = pages.shape, signs.shape[1], signs.device
     if not columns:

@@ -32,7 +32,7 @@ def run_pages(batch: int, columns: int) -> int:
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
     """Same as the reference, to the last bit of float16.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads per kv head. Pages past the
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Pages past the
     valid ones are not read, nor are their names. The kernel copies pages while the previous launch is still running,
     which may write ``queries`` but none of the other arguments.
 

@@ -11,7 +11,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
-PLANE_BYTES, GROUP = (8, 16, 32), 8
+PLANE_BYTES, GROUP = (8, 16, 32), 16
 """Supported bytes of a plane, for head dims up to 128 and from 200 to 256, and the most query heads per kv head."""
 
 missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
@@ -27,7 +27,7 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Same as the reference, except that coordinates near the middle of two whole numbers may round to the other one.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256; queries are float32, bfloat16 or float16, with up to
-    8 query heads per kv head. ``states`` and ``maps`` are read while the previous launch is still running.
+    16 query heads per kv head. ``states`` and ``maps`` are read while the previous launch is still running.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)
