@@ -39,8 +39,8 @@ DISTORTION = ("model", "kv", "prompts", "prompt_tokens"), ("d_keys", "d_values")
 FIDELITY = (("model", "kv", "prompts", "prompt_tokens", "new_tokens"), ("kl", "kl_stderr", "top1", "top1_stderr"))
 RULER = (("model", "kv", "length", "samples", "tasks"), ("score", "stderr", "difference", "difference_stderr"))
 WEIGHTS = (
-    ("model", "format", "kv", "context", "batch"),
-    ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "load_s", "engine"),
+    ("model", "format", "kv", "gpus", "context", "batch"),
+    ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "kv_gib_per_sequence", "load_s", "engine"),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
 """Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,

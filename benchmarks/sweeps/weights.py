@@ -47,7 +47,8 @@ def measure(args: argparse.Namespace, form: str) -> None:
         for kv in args.kv:
             for batch in args.batch:
                 count = throughput.fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
-                row = {"model": Path(args.model).name, "format": name, "kv": kv, "context": context, "batch": count}
+                row = {"model": Path(args.model).name, "format": name, "kv": kv, "gpus": loaded.shard.size}
+                row |= {"context": context, "batch": count}
                 if rows.has(row):
                     continue
                 cell = throughput.measure(args, loaded, kv, context, str(count))
@@ -59,6 +60,7 @@ def measure(args: argparse.Namespace, form: str) -> None:
                     "step_ms": cell["step_ms"],
                     "tokens_per_s": cell["decode_tokens_per_s"],
                     "weights_gib": nbytes / GIB,
+                    "kv_gib_per_sequence": cell["device_gib_per_sequence"],
                     "load_s": seconds,
                     "engine": ENGINE,
                 }
