@@ -93,7 +93,7 @@ def load_plan(
         file = GGUFFile(path)
         forms = gguf_forms(file)
         if config.experts is not None:
-            forms = _separate(config, gguf_shapes(file), forms).forms
+            forms = _separate(config, gguf_shapes(file), forms, in_gguf=True).forms
     else:
         forms = storage.planned_forms(config, format, quantization)
     if quantization == "fp8" or (quantization is None and storage.is_fp8(forms)):
@@ -190,7 +190,7 @@ def load_model(
     read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
     files = read(path, max_model_len, hf_overrides, runnable, device.type == "cuda")
     with naming(path):
-        files = _with_separate_experts(files)
+        files = _with_separate_experts(files, in_gguf=path.suffix == ".gguf")
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
@@ -371,11 +371,11 @@ def _directory(
     )
 
 
-def _with_separate_experts(files: _Files) -> _Files:
+def _with_separate_experts(files: _Files, *, in_gguf: bool) -> _Files:
     """``files`` with a weight for each expert, and without those of layers that draft tokens."""
     if files.config.experts is None:
         return files
-    separate, notes = _separate(files.config, files.shapes, files.forms), files.notes
+    separate, notes = _separate(files.config, files.shapes, files.forms, in_gguf=in_gguf), files.notes
     if separate.left_out:
         count = counted(len(separate.left_out), "weight")
         notes = (*notes, f"{count} of layers that draft tokens are not used: {separate.left_out[0]}, ...")
@@ -388,10 +388,12 @@ def _with_separate_experts(files: _Files) -> _Files:
     )
 
 
-def _separate(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], forms: Mapping[str, Form]) -> SeparateExperts:
+def _separate(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], forms: Mapping[str, Form], *, in_gguf: bool
+) -> SeparateExperts:
     assert config.experts is not None
     drafting = range(config.num_layers, config.num_layers + config.draft_layers)
-    interleaved = has_interleaved_experts(config.architecture)
+    interleaved = not in_gguf and has_interleaved_experts(config.architecture)
     return SeparateExperts(shapes, forms, config.experts.routing.experts, drafting, interleaved)
 
 

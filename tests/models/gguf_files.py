@@ -27,6 +27,7 @@ TENSORS = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     **{
         f"mlp.{shared}.{theirs}_proj": f"ffn_{theirs}_shexp"
         for shared in ("shared_expert", "shared_experts")
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 OF_GEMMA3 = TENSORS | {
     "post_attention_layernorm": "post_attention_norm",
@@ -84,7 +86,7 @@ def write_model(
     rotating = rope.get("partial_rotary_factor", 1.0)
     writer.add_rope_dimension_count(int(head_dim * rotating))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if arch == "gemma3":
+    if arch in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     fields = expert_fields(config) | fields
@@ -105,7 +107,7 @@ def write_model(
         if arch == "gemma3" and name.endswith("norm.weight"):
             tensor = tensor + 1
         name = gguf_name(name, OF_GEMMA3 if arch == "gemma3" else TENSORS)
-        if arch == "glm4moe":
+        if arch in ("glm4moe", "gpt-oss"):
             name = name.replace(".ffn_norm.", ".post_attention_norm.")
         kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
         if kind is None:
@@ -134,11 +136,15 @@ def quantised(tensor: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
 
 
 def with_apart_halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gate and the up projections of experts as tensors of their own."""
+    """The gate and the up projections of experts as tensors of their own; of gpt-oss, whose have biases, not
+    transposed."""
     apart = {}
     for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
+        interleaved = f"{name.removesuffix('_bias')}_bias" in tensors
+        if interleaved and tensor.ndim == 3:
+            tensor = tensor.transpose(1, 2)
+        if ".experts.gate_up_proj" in name:
+            gate, up = (tensor[:, ::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, 1)
             apart |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
         else:
             apart[name] = tensor
@@ -150,7 +156,9 @@ def expert_fields(config: Any) -> dict[str, Any]:
     if (experts := getattr(config, "num_local_experts", getattr(config, "num_experts", None))) is None:
         return {}
     fields: dict[str, Any] = {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-    if config.model_type != "mixtral":
+    if config.model_type == "gpt_oss":
+        fields["expert_feed_forward_length"] = config.intermediate_size
+    elif config.model_type != "mixtral":
         fields["expert_feed_forward_length"] = config.moe_intermediate_size
     if config.model_type == "qwen2_moe":
         fields["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
@@ -170,7 +178,10 @@ def expert_fields(config: Any) -> dict[str, Any]:
 def gguf_name(name: str, tensors: Mapping[str, str] = MappingProxyType(TENSORS)) -> str:
     if ".mlp.experts." in name:
         _, _, layer, _, _, projection = name.split(".")
-        return f"blk.{layer}.ffn_{projection.removesuffix('_proj')}_exps.weight"
+        module, _, bias = projection.partition("_proj")
+        return f"blk.{layer}.ffn_{module}_exps.{'bias' if bias else 'weight'}"
+    if name.endswith(".self_attn.sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     module, _, kind = name.rpartition(".")

@@ -85,8 +85,8 @@ def test_rope_scaling(name: str, tmp_path: Path) -> None:
 
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     model = build("llama", tmp_path)
-    file = write_model(tmp_path / "model.gguf", model, {"blk.0.attn_sinks.weight": torch.ones(4)})
-    with pytest.raises(ValueError, match=r"unexpected: blk\.0\.attn_sinks\.weight"):
+    file = write_model(tmp_path / "model.gguf", model, {"blk.0.attn_rel_b.weight": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"unexpected: blk\.0\.attn_rel_b\.weight"):
         load_model(file)
     model.config.model_type = "gemma"
     with pytest.raises(ValueError, match="'gemma' is not supported; nearest: gemma3; supported: llama"):

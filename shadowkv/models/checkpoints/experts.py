@@ -4,9 +4,9 @@ Files have them apart, ``mlp.experts.3.up_proj.weight``, or under Mixtral's name
 ``mlp.experts.gate_up_proj`` [E, 2I, D] and ``mlp.experts.down_proj`` [E, D, I], as transformers 5 may save them. GGUF
 files, renamed, have ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of the former.
 
-In gpt-oss's files, *interleaved*, rows of gates and of up alternate, and matrices of plain numbers are transposed,
-[E, D, 2I] and [E, I, D]; quantised ones are not. Biases are beside them, ``mlp.experts.gate_up_proj_bias`` [E, 2I] and
-``mlp.experts.down_proj_bias`` [E, D].
+In gpt-oss's safetensors files, *interleaved*, rows of gates and of up alternate, and matrices of plain numbers are
+transposed, [E, D, 2I] and [E, I, D]; quantised ones are not. Biases of joined experts are beside them, under their
+names with ``_bias`` at the end: [E, 2I], or each [E, I], and [E, D].
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SeparateExperts:
         forms: of those that are quantised.
         experts: their number in a layer.
         drafting: layers that draft tokens, whose weights are left out.
-        interleaved: files are as gpt-oss's.
+        interleaved: files are as gpt-oss's safetensors files.
 
     Attributes:
         shapes: of all weights that are read, each expert's by its own name.

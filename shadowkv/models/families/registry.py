@@ -70,5 +70,5 @@ def text_weight(model_type: str) -> Callable[[str], str | None]:
 
 
 def has_interleaved_experts(model_type: str) -> bool:
-    """Whether a family's files have the experts of a layer as gpt-oss does (``checkpoints.experts``)."""
+    """Whether a family's safetensors files have the experts of a layer as gpt-oss's (``checkpoints.experts``)."""
     return bool(getattr(family(model_type), "INTERLEAVED_EXPERTS", False))

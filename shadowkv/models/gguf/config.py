@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
 }
 """GGUF architectures that can be read -> ``model_type``; ``llama`` covers Mistral, Yi and SmolLM2, and with experts
 Mixtral."""
@@ -75,6 +76,9 @@ def config_from_gguf(
         hf["norm_topk_prob"] = True  # as llama.cpp has it; files do not say
     if hf["model_type"] == "glm4_moe":
         _complete_glm4_moe(file, hf)
+    if hf["model_type"] == "gpt_oss":
+        hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
+        hf["intermediate_size"] = hf.get("moe_intermediate_size", hf["intermediate_size"])
     hf["use_sliding_window"] = bool(hf.get("sliding_window"))
     hf["tie_word_embeddings"] = "output.weight" not in file.names
     stops = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in _STOPS]
@@ -128,4 +132,5 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
         "factor": file.value("{arch}.rope.scaling.factor"),
         "beta_fast": file.value("{arch}.rope.scaling.yarn_beta_fast"),
         "beta_slow": file.value("{arch}.rope.scaling.yarn_beta_slow"),
+        "truncate": file.architecture != "gpt-oss",  # files do not say it
     }

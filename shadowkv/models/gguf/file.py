@@ -14,13 +14,17 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
+from shadowkv.models.checkpoints.quantised.fp4 import MXFP4, fp4_rows
 from shadowkv.models.checkpoints.reading import read_bytes
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.models.gguf.header import read_header
-from shadowkv.ops.quantised.blocks import BLOCKS, BlockForm
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 T = TypeVar("T")
+
+_FORMS: dict[str, Form] = {**BLOCKS, "MXFP4": MXFP4}
+"""By the names of ggml's types. What blocks of MXFP4 hold is stored as other files have it."""
 
 
 class GGUFFile:
@@ -86,11 +90,10 @@ class GGUFFile:
             raise ModelFileError(self.path, f"the tensor {name} is missing")
         return self._header.tensors[name].shape
 
-    def form(self, name: str) -> BlockForm | None:
-        """Form of the blocks that a matrix, or one of every expert, is ``stored`` in, None if ``stored`` gives plain
-        numbers."""
+    def form(self, name: str) -> Form | None:
+        """Form that a matrix, or one of every expert, is ``stored`` in, None if ``stored`` gives plain numbers."""
         kind = self._header.tensors[name].kind.name
-        return BLOCKS.get(kind) if len(self.shape(name)) in (2, 3) else None
+        return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor in the file."""
@@ -98,13 +101,14 @@ class GGUFFile:
         return entry.stop - entry.start
 
     def stored(self, name: str, *, pinned: bool = False) -> Stored:
-        """A tensor in its blocks if it has a ``form``, the rows of experts one after the other, in pinned memory for a
-        GPU; otherwise as ``tensor``. Raises as that does."""
+        """A tensor in its ``form`` if it has one, the rows of experts one after the other, in pinned memory for a GPU;
+        otherwise as ``tensor``. Raises as that does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             return self.tensor(name)
-        blocks = read_bytes(self.path, entry.start, entry.stop, pinned=pinned)
-        return QuantisedRows((blocks.view(prod(shape[:-1]), -1),), form)
+        in_blocks = form is not MXFP4
+        blocks = read_bytes(self.path, entry.start, entry.stop, pinned=pinned and in_blocks).view(prod(shape[:-1]), -1)
+        return QuantisedRows((blocks,), form) if in_blocks else _from_mxfp4(blocks, pinned)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor dequantised to float32, rows first. Raises ModelFileError for types without a decoder."""
@@ -118,6 +122,17 @@ class GGUFFile:
             reason = f"the tensor {name} is of type {entry.kind.name}, which cannot be read"
             raise ModelFileError(self.path, reason, "use a file with another type, such as Q8_0") from error
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).reshape(shape)
+
+
+def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantisedRows:
+    """Rows [N, K] of blocks, uint8 [N, K / 32 * 17]: each an exponent and 16 bytes, which have the first 16 numbers in
+    their low halves and the others in their high ones. Other files have neighbours in a byte."""
+    blocks = blocks.view(len(blocks), -1, 17)
+    codes = torch.empty(*blocks.shape[:2], 2, 8, dtype=torch.uint8, pin_memory=pinned)
+    for half in range(2):
+        numbers = blocks[..., 1:] >> 4 * half & 15
+        torch.bitwise_or(numbers[..., ::2], numbers[..., 1::2] << 4, out=codes[:, :, half])
+    return fp4_rows(MXFP4, codes.flatten(1), blocks[..., 0].contiguous())
 
 
 def _short(value: Any) -> str:

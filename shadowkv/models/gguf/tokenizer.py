@@ -30,9 +30,18 @@ def _single_digits() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-def _words(digits: str) -> Callable[[], Any]:
-    pattern = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + _TAIL
+def _words(digits: str) -> str:
+    return _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + _TAIL
 
+
+def _cased_words() -> str:
+    """A word ends where its letters become upper case, and has its contraction."""
+    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = [f"{before}{upper}{first}{lower}{last}{_CONTRACTIONS}?" for first, last in ("*+", "+*")]
+    return "|".join(words) + r"|\p{N}{1,3}" + _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+
+
+def _split(pattern: str) -> Callable[[], Any]:
     def build() -> Any:
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only])
@@ -44,10 +53,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": _single_digits,
-    "llama-bpe": _words(r"\p{N}{1,3}"),
-    "llama3": _words(r"\p{N}{1,3}"),
-    "llama-v3": _words(r"\p{N}{1,3}"),
-    "qwen2": _words(r"\p{N}"),
+    "llama-bpe": _split(_words(r"\p{N}{1,3}")),
+    "llama3": _split(_words(r"\p{N}{1,3}")),
+    "llama-v3": _split(_words(r"\p{N}{1,3}")),
+    "qwen2": _split(_words(r"\p{N}")),
+    "gpt-4o": _split(_cased_words()),
 }
 """How byte-level vocabularies split text before merging, by ``tokenizer.ggml.pre``."""
 

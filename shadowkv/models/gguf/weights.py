@@ -42,16 +42,24 @@ _MODULES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _WEIGHTS = {
-    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
-    "ffn_up_exps.weight": "mlp.experts.up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    **{
+        f"ffn_{name}_exps.{kind}": f"mlp.experts.{name}_proj{suffix}"
+        for name in ("gate", "up", "down")
+        for kind, suffix in (("weight", ""), ("bias", "_bias"))
+    },
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "attn_sinks.weight": "self_attn.sinks",
 }
-"""Those that are no module's ``weight`` or ``bias``: matrices of all experts in one tensor, and a router's vector."""
-_OF_GEMMA3 = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+"""Those that are no module's ``weight`` or ``bias``: of all experts in one tensor, and vectors of routers and heads."""
+_OF_ARCHITECTURES = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "glm4moe": {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
 }
 """Other modules than ``_MODULES`` has."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -115,15 +123,8 @@ def _hf_name(name: str, architecture: str) -> str:
     layer, module, kind = match.groups()
     if (weight := _WEIGHTS.get(f"{module}.{kind}")) is not None:
         return f"model.layers.{layer}.{weight}"
-    modules = _MODULES | _OF_GEMMA3 if architecture == "gemma3" else _MODULES
-    if module not in modules:
-        return name
-    theirs = modules[module]
-    if architecture == "phi3" and module == "ffn_up":
-        theirs = "mlp.gate_up_proj"
-    elif architecture == "glm4moe":
-        theirs = theirs.replace(".shared_expert.", ".shared_experts.")
-    return f"model.layers.{layer}.{theirs}.{kind}"
+    theirs = _OF_ARCHITECTURES.get(architecture, {}).get(module) or _MODULES.get(module)
+    return name if theirs is None else f"model.layers.{layer}.{theirs}.{kind}"
 
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
