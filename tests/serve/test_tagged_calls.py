@@ -16,7 +16,7 @@ from test_tool_formats import read
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.text.argument_values import json_value
-from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
+from shadowkv.serve.text.tagged_calls import Glm45, MinimaxM2, Qwen3Coder
 
 PARAMETERS = {
     "type": "object",
@@ -54,6 +54,15 @@ def glm(name, *arguments, line="\n"):
     """A call as GLM-4.5 writes it; GLM-4.7 has no ``line``."""
     pairs = (f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in arguments)
     return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
+
+
+def minimax(*calls):
+    """Calls as MiniMax-M2 writes them: each a name and arguments."""
+    lines = []
+    for name, *arguments in calls:
+        given = [f'<parameter name="{key}">{value}</parameter>' for key, value in arguments]
+        lines += [f'<invoke name="{name}">', *given, "</invoke>"]
+    return "\n".join(["<minimax:tool_call>", *lines, "</minimax:tool_call>"])
 
 
 EVERY = [
@@ -134,7 +143,43 @@ GLM = [
     ("Within <tool_call> a name comes, and <arg_key>", "Within <tool_call> a name comes, and <arg_key>", []),
     ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
 ]
-CASES = [*((Qwen3Coder, *case) for case in QWEN), *((Glm45, *case) for case in GLM)]
+NO_END = "a</parameter> b </invoke>\n<parameter name=c> </minimax:tool_call> d"
+MINIMAX = [
+    ("\nJust text.\n", "\nJust text.\n", []),
+    (f"So:\n\n{minimax(('g',), ('f', ('count', '7')))} Done.", "So:Done.", [("g", "{}"), ("f", '{"count": 7}')]),
+    (f"{minimax(('g',))}\n{minimax(('g',))}", "", [("g", "{}")] * 2),
+    (minimax(("f", *EVERY)), "", [("f", EVERY_JSON)]),
+    (
+        minimax(("f", ("text", f"\n{CODE}"), ("maybe", " a word "))),
+        "",
+        [strings("f", text=f"\n{CODE}", maybe=" a word ")],
+    ),
+    (minimax(("f", ("text", NO_END))), "", [strings("f", text=NO_END)]),
+    (
+        minimax(("f", ("text", ""), ("count", "many"), ("any", "[1]"))),
+        "",
+        [strings("f", text="", count="many", any="[1]")],
+    ),
+    (minimax(("new", ("x y", "Oslo é"))), "", [("new", '{"x y": "Oslo é"}')]),
+    ('<invoke name="g"></invoke>', "", [("g", "{}")]),
+    ("<minimax:tool_call><invoke name=g></invoke></minimax:tool_call>", "", [("g", "{}")]),
+    (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="te\n</parameter>\n'
+        '<parameter name="count">1</parameter>\n</invoke>',
+        "",
+        [("f", '{"count": 1}')],
+    ),
+    ('<minimax:tool_call>\n<invoke name="f">\n<parameter name="count">1', "", [("f", '{"count": ')]),
+    ('<minimax:tool_call><invoke name="f"><parameter name="text">abc</par', "", [("f", '{"text": "abc')]),
+    ('Use <minimax:tool_call> and <invoke name="f"> so.', 'Use <minimax:tool_call> and <invoke name="f"> so.', []),
+    (f'An <invoke name="f {minimax(("g",))}', 'An <invoke name="f ', [("g", "{}")]),
+    ('<minimax:tool_call>{"name": "f"}', '<minimax:tool_call>{"name": "f"}', []),
+]
+CASES = [
+    *((Qwen3Coder, *case) for case in QWEN),
+    *((Glm45, *case) for case in GLM),
+    *((MinimaxM2, *case) for case in MINIMAX),
+]
 
 
 @pytest.mark.parametrize("kind, text, said, calls", CASES)
@@ -212,6 +257,8 @@ def test_many_marks_and_a_long_value_are_read_in_a_moment():
     began = time.thread_time()
     text = "<tool_call> <function=f> " * 20_000
     assert read(Qwen3Coder(), [text]) == (text, [])
+    text = '<minimax:tool_call> <invoke name="' * 20_000
+    assert read(MinimaxM2(), [text]) == (text, [])
     value = "</parameter> a\n" * 20_000
     text = qwen("f", ("text", value))
     pieces = ["", *(text[place : place + 4] for place in range(0, len(text), 4)), ""]
@@ -256,12 +303,12 @@ def post():
 TEMPLATES = {
     Qwen3Coder: "{{ tools }}<tool_call>\\n<function=example>\\n<parameter=x>",
     Glm45: "{{ tools }}<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>",
+    MinimaxM2: '{{ tools }}<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="x">1</parameter>',
 }
+REPLIES = {Qwen3Coder: qwen("f", *EVERY), Glm45: glm("f", *EVERY), MinimaxM2: minimax(("f", *EVERY))}
 
 
-@pytest.mark.parametrize(
-    "template, reply", [(TEMPLATES[Qwen3Coder], qwen("f", *EVERY)), (TEMPLATES[Glm45], glm("f", *EVERY))]
-)
+@pytest.mark.parametrize("template, reply", [(TEMPLATES[kind], reply) for kind, reply in REPLIES.items()])
 def test_calls_whole_and_streamed_by_the_server(post, template, reply):
     reply = f"Let me see.\n{reply}"
     choice = post(template, reply, tools=TOOLS).json()["choices"][0]

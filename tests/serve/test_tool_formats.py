@@ -132,6 +132,7 @@ TEMPLATES = {
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
     "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>",
+    "minimax_m2": '<minimax:tool_call>\\n<invoke name="tool-name-1">\\n<parameter name="param-key-1">param-value-1',
     "openai": '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}',
     None: "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
 }

@@ -6,7 +6,7 @@ from shadowkv.serve.text.text_reader import Reading, TextReader
 
 BEGIN, END = "<think>", "</think>"
 
-TAGGED = ("deepseek_r1", "qwen3", "glm45", "glm47")
+TAGGED = ("deepseek_r1", "qwen3", "glm45", "glm47", "minimax_m2")
 """vLLM's names in ``--reasoning-parser`` for these tags."""
 
 

@@ -24,11 +24,13 @@ class TaggedCalls(ToolParser):
     they arrive, other values when they are complete; one that is cut off is left out.
 
     Attributes:
+        outer: tags around calls.
         begins: marks a call may begin with.
         value_ends: tags that end a value -> those of which one follows, white space between.
         untyped: types of arguments of which the schema says nothing.
     """
 
+    outer: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
     begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     value_ends: ClassVar[dict[str, tuple[str, ...]]]
     untyped: ClassVar[frozenset[str]]
@@ -41,11 +43,11 @@ class TaggedCalls(ToolParser):
 
     def _read(self) -> Reading[None]:
         while (yield from self._until(*self.begins)):
-            yield from self._passed("<tool_call>")
+            yield from self._passed(self.outer[0])
             if not (yield from self._function()):
                 self._say()
                 continue
-            yield from self._passed("</tool_call>")
+            yield from self._passed(self.outer[1])
             self._drop()
 
     @abstractmethod
@@ -183,6 +185,44 @@ class Glm45(TaggedCalls):
         if (yield from self._sees("</tool_call>")):
             self._write("}")
         return True
+
+
+class MinimaxM2(TaggedCalls):
+    """``<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>``,
+    with line ends between the tags, and as many calls within the outer ones as there are."""
+
+    outer: ClassVar = ("<minimax:tool_call>", "</minimax:tool_call>")
+    begins: ClassVar = (outer[0], '<invoke name="')
+    value_ends: ClassVar = {"</parameter>": ('<parameter name="', "</invoke>")}
+    untyped: ClassVar = STRING
+
+    def _function(self) -> Reading[bool]:
+        name = yield from self._named("invoke")
+        yield from self._blanks()
+        if not name or not ((yield from self._sees("<parameter name=")) or (yield from self._sees("</invoke>"))):
+            return False
+        self._begin_call(name)
+        while (yield from self._sees("<parameter name=")):
+            if key := (yield from self._named("parameter")):
+                yield from self._argument(key)
+            else:
+                yield from self._to_value_end(lambda text: None)  # a tag that is not complete
+            yield from self._passed("</parameter>")
+        if (yield from self._sees("</invoke>")):
+            self._write("}")
+        yield from self._passed("</invoke>")
+        self._drop()
+        return True
+
+    def _named(self, tag: str) -> Reading[str]:
+        """Reads a tag with a name, up to its end: the name, empty where it is not that tag."""
+        if not (yield from self._passed(f"<{tag} name=")):
+            return ""
+        name = yield from self._up_to("\n<>")
+        if not (yield from self._sees(">")):
+            return ""
+        self._at += 1
+        return name.strip().strip("\"'")
 
 
 def _quoted(key: str) -> str:

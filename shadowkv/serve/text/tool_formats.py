@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shadowkv.serve.text.harmony import Harmony, HarmonyReasoning, opening
 from shadowkv.serve.text.reasoning import TAGGED, ReasoningParser
-from shadowkv.serve.text.tagged_calls import Glm45, Qwen3Coder
+from shadowkv.serve.text.tagged_calls import Glm45, MinimaxM2, Qwen3Coder
 from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
@@ -151,6 +151,7 @@ FORMATS = {
     "qwen3_xml": _QWEN3_CODER,
     "glm45": _GLM45,
     "glm47": _GLM45,
+    "minimax_m2": ToolFormat(MinimaxM2, ("<minimax:tool_call>", "<invoke name=", "<parameter name=")),
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
     HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=opening),
