@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.norm import JointNorm, RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection
 
 
@@ -55,9 +55,16 @@ class Attention(nn.Module):
             borders=(self.query_dim,),
         )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
-        if spec.qk_norm:
+        eps, dtype, device = spec.rms_norm_eps, spec.dtype, spec.device
+        if spec.normed_heads is not None:
+            heads = (shape.num_query_heads, shape.num_kv_heads)
             self.query_norm, self.key_norm = (
-                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device) for _ in range(2)
+                JointNorm(here, whole, shape.head_dim, eps, dtype=dtype, device=device, group=spec.group)
+                for here, whole in zip(heads, spec.normed_heads, strict=True)
+            )
+        elif spec.qk_norm:
+            self.query_norm, self.key_norm = (
+                RMSNorm(shape.head_dim, eps, dtype=dtype, device=device) for _ in range(2)
             )
         else:
             self.query_norm = self.key_norm = None

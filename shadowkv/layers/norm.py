@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.computing import Computing
+from shadowkv.layers.group import Group
 
 
 class RMSNorm(Computing):
@@ -27,3 +28,35 @@ class RMSNorm(Computing):
         """x + delta and its norm, each [..., size]."""
         total, normed = self.ops.add_rms_norm(x, delta, self.weight, self.eps)
         return total, normed
+
+
+class JointNorm(RMSNorm):
+    """RMSNorm of all heads of a token together, of which every rank holds some.
+
+    Args:
+        heads: of this rank.
+        whole: heads of all ranks.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        whole: int,
+        head_dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+    ) -> None:
+        super().__init__(heads * head_dim, eps, dtype=dtype, device=device)
+        self.size, self.group = whole * head_dim, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, heads, d] -> [T, heads, d] in the dtype of x."""
+        flat = x.flatten(1)
+        if self.group.size == 1:
+            return super().forward(flat).view(x.shape)
+        squares = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        scale = torch.rsqrt(self.group.sum(squares) / self.size + self.eps)
+        return (self.weight * (flat * scale).to(x.dtype)).view(x.shape)

@@ -81,7 +81,8 @@ class LayerSpec:
         activation: of the MLP's gate, by its name in Hugging Face configs where it has one: one of ``GATES`` (``mlp``).
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
-        qk_norm: queries and keys are RMS-normalised per head before RoPE.
+        qk_norm: queries and keys are RMS-normalised before RoPE, each head by itself.
+        normed_heads: query and kv heads of the whole model, where all of a token's are normalised together instead.
         sinks: every softmax has one more position, with a learned score for each head and a value of 0 (gpt-oss).
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
@@ -100,6 +101,7 @@ class LayerSpec:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+    normed_heads: tuple[int, int] | None
     sinks: bool
     post_norms: bool
     quantization: str | None

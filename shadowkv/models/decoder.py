@@ -65,6 +65,7 @@ class Decoder(nn.Module):
             qkv_bias=config.qkv_bias,
             out_bias=config.attention_out_bias,
             qk_norm=config.qk_norm,
+            normed_heads=config.normed_heads,
             sinks=config.sinks,
             post_norms=config.post_norms,
             quantization=config.quantization,

@@ -75,6 +75,12 @@ class Shard:
                 f"{counted(self.whole.num_query_heads, 'query head')}",
                 ["tensor_parallel_size"],
             )
+        if self.whole.normed_heads is not None and self.size > self.whole.num_kv_heads:
+            raise SettingsError(
+                f"tensor_parallel_size={self.size} is more than the {counted(self.whole.num_kv_heads, 'kv head')} that "
+                f"{self.whole.architecture} models normalise together, of which no two ranks can have the same",
+                ["tensor_parallel_size"],
+            )
         if self.expert_parallel and self.whole.experts is None:
             reason = f"enable_expert_parallel: {self.whole.architecture} models have no experts; leave it out"
             raise SettingsError(reason, ["enable_expert_parallel"])
@@ -221,6 +227,8 @@ class Shard:
             return Cut((queries, _moved(keys, q), _moved(keys, q + kv)))
         if name == "attention.sinks":
             return Cut((self.query_heads,))
+        if whole.normed_heads is not None and module in ("attention.query_norm", "attention.key_norm"):
+            return Cut((queries if module == "attention.query_norm" else keys,))
         if module == "mlp.gate_up":
             return Cut((self.inner, _moved(self.inner, whole.intermediate_size)))
         if module in ("attention.out", "mlp.down"):

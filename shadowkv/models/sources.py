@@ -93,6 +93,7 @@ CATALOGUE: dict[str, WheelFile | Adapted | None] = {
     "mixtral-8x7b": None,
     "gpt-oss-20b": None,
     "gpt-oss-120b": None,
+    "minimax-m2": None,
     "yi-9b-200k": None,
     "phi-3-mini-128k": None,
     "qwen2-7b": None,

@@ -54,6 +54,14 @@ GPT_OSS = {
     "rope_scaling": {**YARN, "truncate": False},
 }
 
+MINIMAX = {
+    "model_type": "minimax_m2",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "rotary_dim": 8,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -123,6 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe-qk-norm": {**GLM_EXPERTS, "use_qk_norm": True, "norm_topk_prob": False, "n_shared_experts": 2},
     "gpt_oss": GPT_OSS,
     "gpt_oss-no-attention-bias": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3},
+    "minimax_m2": MINIMAX,
+    "minimax_m2-all-rotates": {**MINIMAX, "rotary_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3},
     "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
 }
 

@@ -237,7 +237,10 @@ def write_quantised(folder: Path, kind: str, case: str = "llama-bias-head-dim", 
     edit_json(folder / "quantised" / "config.json", quantization_config=config)
     generator, tensors, plain = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in load_file(folder / "plain" / "model.safetensors").items():
-        if not name.endswith("_proj.weight") or "layers.0.mlp.down_proj" in name:
+        if (
+            not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+            or "layers.0.mlp.down_proj" in name
+        ):
             tensors[name] = plain[name] = tensor
             continue
         parts, plain[name] = encode(spiked(*tensor.shape, generator))

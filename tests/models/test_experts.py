@@ -154,11 +154,11 @@ def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monk
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2-all-rotates"])
 def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_parallel: bool, tmp_path: Path) -> None:
     """Inner widths of 48 are cut at 32, and 16 and 32; 8 experts at 4, or at 3 and 6."""
     sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
-    oracle = build(name, tmp_path, sizes if name != "gpt_oss" else {"intermediate_size": 48})
+    oracle = build(name, tmp_path, {"intermediate_size": 48} if name.startswith(("gpt", "minimax")) else sizes)
 
     def part(group: Group) -> tuple[int, list[torch.Tensor]]:
         loaded = load_model(tmp_path, group=group, expert_parallel=expert_parallel)

@@ -18,7 +18,11 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.models import load_model
 
-MIXTURES = [name for name in CASES if ("moe" in name or name in ("mixtral", "gpt_oss")) and name != "qwen3_moe-window"]
+MIXTURES = [
+    name
+    for name in CASES
+    if ("moe" in name or name in ("mixtral", "gpt_oss", "minimax_m2")) and name != "qwen3_moe-window"
+]
 """Without those whose layers all have a window, where a policy compresses nothing."""
 LONG = {"max_position_embeddings": 1024, "head_dim": 16}
 
@@ -64,7 +68,7 @@ def test_logits_are_those_of_transformers(
     torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2"])
 def test_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
     """With a part of every expert on each, and with whole ones."""
     build(name, tmp_path, LONG)

@@ -92,7 +92,9 @@ def test_sharded_files(tmp_path: Path) -> None:
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "llama-yarn", "phi3-longrope", "glm4", "qwen3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1", "llama-yarn", "phi3-longrope", "glm4", "qwen3", "glm4_moe", "gpt_oss", "minimax_m2"]
+)
 def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
     build(name, tmp_path)
     file = tmp_path / "config.json"
@@ -108,7 +110,7 @@ def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
     assert load_config(tmp_path) == new_config
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4", "qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2"])
 @pytest.mark.parametrize("block", [1, 5, 64])
 def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> None:
     build(name, tmp_path)

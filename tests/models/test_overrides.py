@@ -154,6 +154,8 @@ VALUES: dict[str, Any] = {
     "sliding_window_pattern": 2,
     "rope_local_base_freq": 5e3,
     "query_pre_attn_scalar": 9,
+    "rotary_dim": 8,
+    "num_mtp_modules": 1,
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -166,8 +168,16 @@ REFUSED = {
     "use_bidirectional_attention": True,
     "swiglu_alpha": 1.0,
     "swiglu_limit": 5.0,
+    "qk_norm_type": "per_head",
+    "scoring_func": "softmax",
+    "use_routing_bias": False,
+    "shared_intermediate_size": 32,
+    "attn_type_list": [1, 0],
 }
 """Values that no family, or not this one, runs with."""
+
+REFUSED_BY = {"minimax_m2": {"use_qk_norm": False}}
+"""Of fields that others read."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -181,12 +191,13 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
         config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = load_config(tmp_path)
-    for name, value in (VALUES | REFUSED).items():
+    refused = REFUSED | REFUSED_BY.get(model_type, {})
+    for name, value in (VALUES | refused).items():
         overrides = {name: value}
         if name not in (*FIELDS, *family(model_type).FIELDS):
             with pytest.raises(SettingsError, match=f"{model_type} models read no {name}; they read vocab_size, "):
                 load_config(tmp_path, hf_overrides=overrides)
-        elif name in REFUSED:
+        elif name in refused:
             with pytest.raises(SettingsError, match=" is not supported"):
                 load_config(tmp_path, hf_overrides=overrides)
         else:

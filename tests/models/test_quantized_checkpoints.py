@@ -75,7 +75,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
         "quant_algo='W4A8_AWQ' is not one of NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN",
     ),
-    "fp8 in another format": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt=e5m2 is not e4m3"),
+    "fp8 in another format": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt=e5m2 is neither e4m3 nor float8_e4m3fn"),
     "fp8 of odd blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=[128] is not two"),
 }  # fmt: skip
 NOTHING: dict[str, Any] = {

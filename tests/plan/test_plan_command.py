@@ -361,3 +361,13 @@ def test_a_folder_says_how_its_weights_are_quantised(
     command = ["--model", str(tmp_path), "--context", "1024", "--quantization", "gptq"]
     assert main(command) == 2
     assert f"are in {stated['quant_method']}, and stay so; leave it out" in capsys.readouterr().err
+
+
+def test_ranks_of_minimax_m2_share_no_kv_head(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its 8 kv heads, which are normalised together, each of 4 ranks has 2."""
+    command = ["--model", "minimax-m2", "--context", "122880", "--kv", "full", "--tensor-parallel-size"]
+    assert main([*command, "4", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["device_bytes_per_sequence"] == 122880 * 62 * 2 * (2 * 128) * 2
+    assert main([*command, "16"]) == 2
+    assert "--tensor-parallel-size 16 is more than the 8 kv heads that minimax_m2 models" in capsys.readouterr().err

@@ -59,7 +59,8 @@ class FusedLayers:
         matrices = [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
         runs = [run for matrix in matrices for run in matrix.runs]
         known = all(run.form is None or isinstance(run.form, BlockForm) for run in runs)
-        plain = model.config.activation == "silu" and not model.config.sinks
+        config = model.config
+        plain = config.activation == "silu" and not config.sinks and config.normed_heads is None
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:

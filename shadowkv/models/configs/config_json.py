@@ -207,7 +207,8 @@ def build_config(
         embedding_scale=embedding_scale,
         query_scale=query_scale,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        experts=None,  # set by families that have some, as are the layers without
+        normed_heads=None,  # set by families that have some, as are experts and the layers without
+        experts=None,
         dense_layers=(),
         layer_kinds=kinds,
         quantization=None,  # set by the loader

@@ -14,6 +14,7 @@ _LARGEST = {
     **dict.fromkeys(_COUNTS, 1 << 12),
     "num_experts_per_tok": 1 << 12,
     "moe_intermediate_size": 1 << 20,
+    "rotary_dim": 1 << 12,
     "decoder_sparse_step": 1 << 10,
     "n_group": 1 << 12,
     "topk_group": 1 << 12,
@@ -25,6 +26,7 @@ _FROM_ZERO = {
     "n_shared_experts": 1 << 8,
     "first_k_dense_replace": 1 << 10,
     "num_nextn_predict_layers": 1 << 10,
+    "num_mtp_modules": 1 << 10,
 }
 """The same from 0 on."""
 _SWITCHES = ("norm_topk_prob", "use_qk_norm", "qkv_bias")

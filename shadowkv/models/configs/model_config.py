@@ -34,7 +34,7 @@ class ModelConfig:
         embedding_scale: factor of the embedding where tokens enter, rounded in the dtype of the weights.
         query_scale: factor of queries, which the weights of their norm contain as they are loaded; scores are scaled by
             1/sqrt(head_dim) besides.
-        qkv_bias, attention_out_bias, qk_norm, sinks, post_norms: switches of the layers (see ``LayerSpec``).
+        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, post_norms: of the layers (see ``LayerSpec``).
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
@@ -59,6 +59,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    normed_heads: tuple[int, int] | None = None
     sinks: bool = False
     post_norms: bool = False
     experts: Experts | None = None

@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
+    "minimax_m2": "minimax_m2",
 }
 """model_type -> module of this folder. A new family is one module and one line here."""
 

@@ -71,10 +71,11 @@ def decoder_targets(
 def head_norms(config: ModelConfig) -> Targets:
     """Targets of the norms of queries and keys, where the model has them."""
     targets: Targets = {}
-    for layer in range(config.num_layers if config.qk_norm else 0):
-        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+    heads = config.normed_heads or ((1, 1) if config.qk_norm else ())
+    for layer in range(config.num_layers if heads else 0):
+        for theirs, ours, together in zip(("q_norm", "k_norm"), ("query_norm", "key_norm"), heads, strict=True):
             module = f"layers.{layer}.attention.{ours}"
-            targets |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, config.head_dim)
+            targets |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, together * config.head_dim)
     return targets
 
 

@@ -40,8 +40,8 @@ class FP8:
     def __init__(self, stated: Mapping[str, Any]) -> None:
         self.method = str(stated["quant_method"])
         form = stated.get("fmt", "e4m3")
-        if self.method == "fp8" and form != "e4m3":
-            raise ValueError(f"fmt={str(form)[:60]} is not e4m3")
+        if self.method == "fp8" and form not in ("e4m3", "float8_e4m3fn"):
+            raise ValueError(f"fmt={str(form)[:60]} is neither e4m3 nor float8_e4m3fn")
         self._block = block_of(stated.get("weight_block_size"), "weight_block_size")
         self._plain = list_of_names(stated.get("modules_to_not_convert"), "modules_to_not_convert")
 
