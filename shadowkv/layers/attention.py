@@ -55,7 +55,7 @@ class Attention(nn.Module):
             borders=(self.query_dim,),
         )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
-        eps, dtype, device = spec.rms_norm_eps, spec.dtype, spec.device
+        eps, dtype, device = spec.rms_norm_eps, spec.norm_dtype, spec.device
         if spec.normed_heads is not None:
             heads = (shape.num_query_heads, shape.num_kv_heads)
             self.query_norm, self.key_norm = (

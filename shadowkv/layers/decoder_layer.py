@@ -30,7 +30,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
 
         self.attention_norm = norm()
         self.attention = Attention(spec, layer)

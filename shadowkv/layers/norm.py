@@ -10,7 +10,11 @@ from shadowkv.layers.group import Group
 
 
 class RMSNorm(Computing):
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * weight over the last dimension.
+
+    Args:
+        dtype: of the weight: that of x, or float32 (see ``rms_norm``).
+    """
 
     calls = ("add_rms_norm", "rms_norm")
 
@@ -59,4 +63,5 @@ class JointNorm(RMSNorm):
             return super().forward(flat).view(x.shape)
         squares = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32).square_()
         scale = torch.rsqrt(self.group.sum(squares) / self.size + self.eps)
-        return (self.weight * (flat * scale).to(x.dtype)).view(x.shape)
+        normed = self.weight * (flat * scale).to(self.weight.dtype)
+        return normed.to(x.dtype).view(x.shape)

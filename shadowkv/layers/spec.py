@@ -87,7 +87,8 @@ class LayerSpec:
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
         runs: of the rows of weights that stay quantised as files store them, by name within the layer.
-        dtype: of every weight that is not quantised.
+        dtype: of activations, and of every weight that is not quantised.
+        norm_dtype: of the weights of norms: ``dtype``, or float32.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
         group: the ranks whose outputs are summed; sizes are those of this one's part.
     """
@@ -107,6 +108,7 @@ class LayerSpec:
     quantization: str | None
     runs: Mapping[str, tuple[Run, ...]]
     dtype: torch.dtype
+    norm_dtype: torch.dtype
     device: torch.device
     group: Group
 

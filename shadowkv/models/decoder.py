@@ -33,7 +33,7 @@ class Decoder(nn.Module):
 
     Args:
         config: the model.
-        dtype: of activations, and of weights that are not quantised.
+        dtype: of activations, and of weights that are not quantised but those of ``wide_norms``.
         device: where the weights are.
         runs: of the rows of parameters that stay quantised as files store them, by name.
         group: the ranks that hold the model together; ``config`` is then that of this one's part (``Shard``).
@@ -55,6 +55,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = torch.device(device)
         self.group = group
+        norm_dtype = torch.float32 if config.wide_norms else dtype
         spec = LayerSpec(
             shape=config.shape,
             hidden_size=config.hidden_size,
@@ -71,6 +72,7 @@ class Decoder(nn.Module):
             quantization=config.quantization,
             runs={},
             dtype=dtype,
+            norm_dtype=norm_dtype,
             device=self.device,
             group=group,
         )
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
             DecoderLayer(replace(spec, experts=config.experts_of(layer), runs=_within(f"layers.{layer}.", runs)), layer)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
         self.head = None if config.tie_word_embeddings else self._table(runs.get("head"))
 
     def _table(self, runs: tuple[Run, ...] | None) -> nn.Parameter | QuantisedMatrix:

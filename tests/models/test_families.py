@@ -73,6 +73,30 @@ def test_the_text_model_of_gemma3_is_loaded_alone(prefixes: tuple[str, str], tmp
         load_model(tmp_path)
 
 
+def test_norms_of_gemma3_are_those_of_transformers_in_bfloat16(tmp_path: Path) -> None:
+    """Bit by bit: 1 + w has more bits than bfloat16."""
+    oracle = build("gemma3", tmp_path, {"query_pre_attn_scalar": 16}).bfloat16()
+    oracle.save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="bfloat16").model
+    model.use(Ops())
+    names = {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+        "self_attn.q_norm": "attention.query_norm",
+        "self_attn.k_norm": "attention.key_norm",
+    }
+    pairs = [(oracle.model.norm, model.norm)]
+    for theirs, ours in names.items():
+        pairs.append((oracle.model.layers[1].get_submodule(theirs), model.layers[1].get_submodule(ours)))
+    for their, mine in pairs:
+        x = torch.randn(9, len(their.weight), generator=torch.Generator().manual_seed(1)).bfloat16()
+        assert mine.weight.dtype == torch.float32 and mine(x).dtype == torch.bfloat16
+        assert (mine.weight != mine.weight.bfloat16()).any()
+        assert torch.equal(mine(x), their(x))
+
+
 def test_longrope_uses_the_long_factors_for_long_limits(tmp_path: Path) -> None:
     oracle = build("phi3-longrope", tmp_path)
     # transformers picks the set by the length of the call, so every sequence must be past the original 32 tokens.

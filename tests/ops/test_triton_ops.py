@@ -145,6 +145,21 @@ if ON_GPU or INTERPRETED:
         got = add_rms_norm_triton.add_rms_norm(x, delta, weight, 1e-5)
         torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
 
+    def test_norms_with_weights_in_float32() -> None:
+        """The only rounding is that of the result, so it is the nearest number but where float32's sums differ."""
+        low = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no bfloat16
+        x, delta, weight = random(5, 576, dtype=low), random(5, 576, dtype=low), 1 + 1e-3 * random(576)
+        for got, wanted in (
+            (rms_norm_triton.rms_norm(x, weight, 1e-5), rms_norm_reference.rms_norm(x, weight, 1e-5)),
+            (
+                add_rms_norm_triton.add_rms_norm(x, delta, weight, 1e-5)[1],
+                add_rms_norm_reference.add_rms_norm(x, delta, weight, 1e-5)[1],
+            ),
+        ):
+            assert got.dtype == wanted.dtype == low
+            assert (got != wanted).float().mean() < 0.01
+            torch.testing.assert_close(got, wanted, atol=1e-6, rtol=torch.finfo(low).eps)
+
     def test_norm_of_a_part_of_a_row() -> None:
         x, weight = random(5, 8 * 64)[:, 64:192].unflatten(1, (2, 64)), random(64)
         wanted = rms_norm_reference.rms_norm(x, weight, 1e-5)

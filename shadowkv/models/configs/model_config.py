@@ -35,6 +35,7 @@ class ModelConfig:
         query_scale: factor of queries, which the weights of their norm contain as they are loaded; scores are scaled by
             1/sqrt(head_dim) besides.
         qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, post_norms: of the layers (see ``LayerSpec``).
+        wide_norms: weights of norms are float32 whatever the others are: what a family adds to them is not rounded.
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
@@ -62,6 +63,7 @@ class ModelConfig:
     normed_heads: tuple[int, int] | None = None
     sinks: bool = False
     post_norms: bool = False
+    wide_norms: bool = False
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     draft_layers: int = 0

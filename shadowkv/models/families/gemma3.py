@@ -1,8 +1,8 @@
 """Gemma 3 (arXiv:2503.19786), the text model: five layers with a window to one without.
 
-Layers with a window have a RoPE of their own. Norms multiply by 1 + w, and there are four of them in a layer; queries
-and keys are normalised per head; embeddings are scaled as they enter. Of ``gemma3``, which reads images too, only the
-text model is loaded.
+Layers with a window have a RoPE of their own. Norms multiply by 1 + w, in float32, and there are four of them in a
+layer; queries and keys are normalised per head; embeddings are scaled as they enter. Of ``gemma3``, which reads images
+too, only the text model is loaded.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         attention_out_bias=bias,
         qk_norm=True,
         post_norms=True,
+        wide_norms=True,
     )
 
 

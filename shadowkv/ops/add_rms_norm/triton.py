@@ -29,5 +29,5 @@ def _add_rms_norm(x, delta, weight, total, out, eps, SIZE: tl.constexpr, BLOCK: 
     lives = column < SIZE
     added = tl.load(x + row + column, mask=lives, other=0.0) + tl.load(delta + row + column, mask=lives, other=0.0)
     tl.store(total + row + column, added, mask=lives)
-    normed = normalised(added.to(tl.float32), weight, column, eps, SIZE, out.dtype.element_ty)
+    normed = normalised(added.to(tl.float32), weight, column, eps, SIZE)
     tl.store(out + row + column, normed, mask=lives)

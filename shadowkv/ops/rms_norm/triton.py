@@ -27,12 +27,12 @@ def _rms_norm(x, weight, out, row_stride, eps, SIZE: tl.constexpr, BLOCK: tl.con
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     wide = tl.load(x + row * row_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    normed = normalised(wide, weight, column, eps, SIZE, out.dtype.element_ty)
+    normed = normalised(wide, weight, column, eps, SIZE)
     tl.store(out + row * SIZE + column, normed, mask=column < SIZE)
 
 
 @triton.jit
-def normalised(wide, weight, column, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """One row divided by its root mean square, rounded, times the weight."""
+def normalised(wide, weight, column, eps, SIZE: tl.constexpr):
+    """One row divided by its root mean square, rounded to the weight's type, times the weight."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    return (wide * scale).to(DTYPE) * tl.load(weight + column, mask=column < SIZE, other=0.0)
+    return (wide * scale).to(weight.dtype.element_ty) * tl.load(weight + column, mask=column < SIZE, other=0.0)
