@@ -91,6 +91,7 @@ CATALOGUE: dict[str, WheelFile | Adapted | None] = {
     "glm-4-9b-1m": None,
     "glm-4.5-air": None,
     "mixtral-8x7b": None,
+    "gemma-3-27b": None,
     "gpt-oss-20b": None,
     "gpt-oss-120b": None,
     "minimax-m2": None,

@@ -30,6 +30,7 @@ BILLIONS = {
     "qwen3-235b-a22b-2507": 235.094,
     "glm-4.5-air": 106.852,
     "mixtral-8x7b": 46.703,
+    "gemma-3-27b": 27.009,
     "gpt-oss-20b": 20.915,
     "gpt-oss-120b": 116.829,
     "minimax-m2": 228.69,
@@ -45,9 +46,11 @@ BILLIONS = {
 def test_configs_have_the_published_size(name: str) -> None:
     model = Decoder(replace(load_config(name), quantization=None), torch.bfloat16, "meta")
     assert model.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
-    wide = sum(weight.numel() for weight in model.parameters() if weight.dtype == torch.float32)  # routers, sinks
+    wide = sum(
+        weight.numel() for weight in model.parameters() if weight.dtype == torch.float32
+    )  # routers, sinks, norms
     assert model.num_bytes == 2 * (model.num_parameters + wide)
-    assert (wide > 0) == (name in ("glm-4.5-air", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"))
+    assert (wide > 0) == (name in ("glm-4.5-air", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"))
 
 
 def test_config_only_models_say_what_to_do() -> None:
