@@ -56,9 +56,10 @@ METHODS = (
     Method(
         "mixtures of experts",
         ("layers/moe.py", "models/checkpoints/experts.py"),
-        ("grouped_matmul", "grouped_quantised_matmul"),
+        ("choose_experts", "sort_by_expert", "grouped_matmul", "grouped_quantised_matmul", "sum_experts"),
         (),
         (
+            "ops/test_expert_ops.py",
             "ops/test_grouped_matmul.py",
             "ops/test_packed_experts.py",
             "models/test_experts.py",

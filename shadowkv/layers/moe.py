@@ -13,41 +13,15 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import GATES, MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
-from shadowkv.layers.spec import Experts, LayerSpec, Routing
-
-BEST_OF_GROUP = 2
-"""Experts whose scores are added up for a group's own."""
+from shadowkv.layers.spec import Experts, LayerSpec
+from shadowkv.ops.choose_experts.routing import Routing
 
 
-def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts of every token, and their weights.
-
-    Args:
-        logits: [T, E].
-        correction: float32 [E]; None where the routing has none.
-        routing: how they are chosen.
-
-    Returns:
-        weights, float32 [T, k]; experts, int64 [T, k].
-    """
-    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
-    ranked = scores if correction is None else scores + correction
-    if routing.groups > 1:
-        grouped = ranked.unflatten(-1, (routing.groups, -1))
-        best = grouped.topk(BEST_OF_GROUP, -1).values.sum(-1).topk(routing.groups_per_token, -1).indices
-        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter_(-1, best, True)
-        ranked = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
-    experts = ranked.topk(routing.per_token, -1).indices
-    weights = scores.gather(-1, experts)
-    if routing.normalised:  # all scores of a token may be 0 as sigmoids
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    return weights * routing.scale, experts
-
-
-class Router(nn.Module):
+class Router(Computing):
     """Scores of experts, and the choice among them. Logits are in float32 where they become sigmoids, as in the models
     that were trained with these."""
 
+    calls = ("choose_experts",)
     correction_bias: nn.Parameter | None
 
     def __init__(self, spec: LayerSpec, routing: Routing, bias: bool) -> None:
@@ -62,9 +36,10 @@ class Router(nn.Module):
             self.correction_bias = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> weights, float32 [T, k], and experts, int64 [T, k]."""
+        """[T, D] -> weights, float32 [T, k], and experts, [T, k]."""
         logits = self.logits(x.to(self.logits.weight.dtype))
-        return choose_experts(logits, self.correction_bias, self.routing)
+        weights, experts = self.ops.choose_experts(logits, self.correction_bias, self.routing)
+        return weights, experts
 
 
 class ExpertsProjection(Computing):
@@ -96,7 +71,7 @@ class ExpertsProjection(Computing):
 
         Args:
             x: [S, in_features].
-            number: int64 [S], the expert of every row, sorted; ``count`` where it is not here.
+            number: [S], the expert of every row, sorted; ``count`` where it is not here.
             offsets: int32 [count + 1], where the rows of each expert begin, and where the last one's end.
 
         Returns:
@@ -123,7 +98,7 @@ class RoutedExperts(Computing):
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
         self.gate = GATES[spec.activation]
-        self.calls = (self.gate,)
+        self.calls = (self.gate, "sort_by_expert", "sum_experts")
         (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
         self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
         bias = experts.biases
@@ -135,25 +110,18 @@ class RoutedExperts(Computing):
 
         Args:
             x: [T, D].
-            weights: [T, k].
-            experts: int64 [T, k].
+            weights: float32 [T, k].
+            experts: [T, k], whole numbers.
 
         Returns:
             [T, D], of the experts that are here alone.
         """
-        tokens, per_token = experts.shape
-        number = experts.flatten() - self.first
-        if not self.all_here:  # others are sorted behind those that are here
-            number = number.masked_fill((number < 0) | (number >= self.count), self.count)
-        number, order = number.sort(stable=True)
-        offsets = torch.searchsorted(number, torch.arange(self.count + 1, device=x.device), out_int32=True)
+        token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
         gate = getattr(self.ops, self.gate)
-        out = self.down(gate(self.gate_up(x[order // per_token], number, offsets)), number, offsets)
-        if not self.all_here:
-            out = out.masked_fill((number == self.count).unsqueeze(1), 0)
-        of_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, x.shape[1])
-        return torch.bmm(weights.to(x.dtype).unsqueeze(1), of_token).squeeze(1)
+        out = self.down(gate(self.gate_up(x[token], number, offsets)), number, offsets)
+        summed: Tensor = self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
+        return summed
 
 
 class MixtureOfExperts(nn.Module):

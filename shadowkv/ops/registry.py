@@ -26,6 +26,7 @@ NAMES = (
     "block_attention",
     "causal_attention",
     "causal_window_attention",
+    "choose_experts",
     "chunk_mean_scores",
     "clamped_silu_mul",
     "decode_layers",
@@ -56,6 +57,8 @@ NAMES = (
     "silu_mul",
     "sketch_keys",
     "sketch_queries",
+    "sort_by_expert",
+    "sum_experts",
     "whiten_rows",
     "write_rows",
 )

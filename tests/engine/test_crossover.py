@@ -11,8 +11,8 @@ from shadowkv.engine.startup.crossover import COSTS, dense_below
 from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.layers.spec import Routing
 from shadowkv.models.loader import load_config
+from shadowkv.ops.choose_experts.routing import Routing
 
 LLAMA = load_config("llama-3.1-8b")
 CARD = 110 * 2**30

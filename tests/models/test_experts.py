@@ -19,13 +19,14 @@ from thread_group import on_ranks
 
 from shadowkv.engine.startup.sizing import block_bytes
 from shadowkv.layers.group import Group
-from shadowkv.layers.moe import MixtureOfExperts, choose_experts
+from shadowkv.layers.moe import MixtureOfExperts
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
-from shadowkv.layers.spec import Routing
 from shadowkv.models import Decoder, load_config, load_model, loader
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import on_gpus, planned_runs
+from shadowkv.ops.choose_experts.reference import choose_experts
+from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.registry import Ops
 from tests.allocations import peak_bytes
@@ -330,6 +331,7 @@ def test_no_tokens_and_few(name: str, tmp_path: Path) -> None:
 def test_dummy_weights_route_to_all_experts(tmp_path: Path) -> None:
     build("glm4_moe", tmp_path)
     model = load_model(tmp_path, load_format="dummy").model
+    model.use(Ops())
     mixture = model.layers[1].mlp
     assert isinstance(mixture, MixtureOfExperts)
     x = torch.randn(500, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))

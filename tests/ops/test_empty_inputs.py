@@ -11,6 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
+from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.quantised.blocks import BLOCKS
@@ -248,6 +249,15 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
             floats(0, 64), [blocks_of(6, 36, "Q4_0")], torch.zeros(4, dtype=torch.int32, device=DEVICE)
         ),
         ((0, 2), None),
+    ),
+    "choose_experts": lambda ops: returns(
+        ops.choose_experts(floats(0, 8), None, Routing(8, 2)), ((0, 2), None), ((0, 2), None)
+    ),
+    "sort_by_expert": lambda ops: returns(
+        ops.sort_by_expert(whole(0, 2), 0, 8), ((0,), None), ((0,), None), ((0, 2), None), ((9,), 0)
+    ),
+    "sum_experts": lambda ops: returns(
+        ops.sum_experts(floats(0, D), whole(0, 2), floats(0, 2).float()), ((0, D), None)
     ),
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
     "apply_rope": lambda ops: returns(ops.apply_rope(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),

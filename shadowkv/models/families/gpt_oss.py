@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowkv.layers.spec import Experts, Routing
+from shadowkv.layers.spec import Experts
 from shadowkv.models.checkpoints.files import in_words
 from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, window_of, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Target, Targets, decoder_targets
+from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.clamped_silu_mul.reference import ALPHA, LIMIT
 
 FIELDS = (

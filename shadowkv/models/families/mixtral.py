@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowkv.layers.spec import Experts, Routing
+from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Targets, decoder_targets
+from shadowkv.ops.choose_experts.routing import Routing
 
 FIELDS = ("sliding_window", "num_local_experts", "num_experts_per_tok")
 

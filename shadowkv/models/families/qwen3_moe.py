@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowkv.layers.spec import Experts, Routing
+from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families import qwen3
 from shadowkv.models.families.weight_names import Targets
+from shadowkv.ops.choose_experts.routing import Routing
 
 FIELDS = (
     *("attention_bias", "sliding_window", "use_sliding_window"),

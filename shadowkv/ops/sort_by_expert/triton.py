@@ -1,0 +1,94 @@
+"""Choices of experts in the order of these, in Triton: each counts those before it, up to ``SPAN`` of them in one
+launch; of more, those of spans before its own are counted first."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPAN = 4096
+"""Choices that are compared with one another: work grows with it."""
+
+ROWS, OTHERS = 64, 128
+"""Choices of a program, or experts, and choices that these are compared with at a time."""
+
+
+def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Same as the reference, in int32."""
+    choices, k = experts.numel(), experts.shape[1]
+    experts = experts.contiguous()
+    token, number, row, offsets = (
+        torch.empty(shape, dtype=torch.int32, device=experts.device)
+        for shape in ((choices,), (choices,), experts.shape, (count + 1,))
+    )
+    blocks, bounds, spans, before = triton.cdiv(choices, ROWS), triton.cdiv(count + 1, ROWS), 1, None
+    if choices > SPAN:
+        spans = triton.cdiv(choices, SPAN)
+        counts = torch.empty(count + 1, spans, dtype=torch.int32, device=experts.device)
+        _count[(spans, bounds)](experts, counts, choices, spans, first, count, SPAN=SPAN, ROWS=ROWS, OTHERS=OTHERS)
+        before = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts) - counts
+        offsets, bounds = before[:, 0].contiguous(), 0
+    if blocks + bounds:
+        _sort[(blocks + bounds,)](
+            experts, token, number, row, offsets, before, choices, blocks, spans, first, count,
+            K=k, SPANNED=spans > 1, SPAN=SPAN, ROWS=ROWS, OTHERS=OTHERS,
+        )  # fmt: skip
+    return token, number, row, offsets
+
+
+@triton.jit(do_not_specialize=["choices", "spans", "first", "count"])
+def _count(
+    experts, counts, choices, spans, first, count, SPAN: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr
+):  # fmt: skip
+    """How often experts were chosen in a span."""
+    span, expert = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    found = tl.zeros((ROWS,), tl.int32)
+    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, choices), OTHERS):
+        theirs = _number(experts, start + tl.arange(0, OTHERS), choices, first, count)
+        found += tl.sum((theirs[None, :] == expert[:, None]).to(tl.int32), 1)
+    tl.store(counts + expert * spans + span, found, mask=expert <= count)
+
+
+@triton.jit(
+    do_not_specialize=["choices", "blocks", "spans", "first", "count"], do_not_specialize_on_alignment=["before"]
+)
+def _sort(
+    experts, token, number, row, offsets, before, choices, blocks, spans, first, count,
+    K: tl.constexpr, SPANNED: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """The first ``blocks`` programs place choices, the others, of one span, find where experts' rows begin."""
+    program = tl.program_id(0)
+    if program < blocks:
+        mine = program * ROWS + tl.arange(0, ROWS)
+        value = _number(experts, mine, choices, first, count)
+        span = program * ROWS // SPAN
+        place = tl.zeros((ROWS,), tl.int32)
+        if SPANNED:
+            place = tl.load(before + value * spans + span, mask=mine < choices, other=0)
+        for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, choices), OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            theirs = _number(experts, other, choices, first, count)
+            counted = (theirs[None, :] == value[:, None]) & (other[None, :] < mine[:, None])
+            if not SPANNED:
+                counted = counted | (theirs[None, :] < value[:, None])
+            place += tl.sum(counted.to(tl.int32), 1)
+        tl.store(row + mine, place, mask=mine < choices)
+        tl.store(token + place, mine // K, mask=mine < choices)
+        tl.store(number + place, value, mask=mine < choices)
+    else:
+        bound = (program - blocks) * ROWS + tl.arange(0, ROWS)
+        below = tl.zeros((ROWS,), tl.int32)
+        for start in range(0, choices, OTHERS):
+            theirs = _number(experts, start + tl.arange(0, OTHERS), choices, first, count)
+            below += tl.sum((theirs[None, :] < bound[:, None]).to(tl.int32), 1)
+        tl.store(offsets + bound, below, mask=bound <= count)
+
+
+@triton.jit
+def _number(experts, place, choices, first, count):
+    """The expert of choices, counted from the first that is here; ``count`` of one that is not, more behind them."""
+    value = tl.load(experts + place, mask=place < choices, other=0).to(tl.int32) - first
+    value = tl.where((value < 0) | (value >= count), count, value)
+    return tl.where(place < choices, value, count + 1)

@@ -1,0 +1,1 @@
+"""The weighted sum of what a token's experts made of it."""
