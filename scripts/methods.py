@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA", "flashinfer": "FlashInfer", "flash": "flash-attn"}
+LANGUAGES = {
+    "cpu": "C++",
+    "triton": "Triton",
+    "cuda": "CUDA",
+    "flashinfer": "FlashInfer",
+    "flash": "flash-attn",
+    "humming": "Humming",
+}
 """Languages of ops' backends besides their references, or whose they are, by the first word of their files' names."""
 
 

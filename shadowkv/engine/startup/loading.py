@@ -28,7 +28,7 @@ from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
 from shadowkv.models.sources import Hub
 from shadowkv.models.tokenization.chat_template import template_source
 from shadowkv.models.tokenization.tokenizer import Tokenizer
-from shadowkv.ops.registry import Ops, choose
+from shadowkv.ops.registry import LIBRARIES, Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def load_engine_parts(
         backends: backends of ops, by name, that are not to be chosen: of layers, cache and sampler alike.
     """
     spec, device = config.spec(), device or device_of(config.device)
-    Ops(device, attention_backend=config.attention_backend)  # what is not installed is said before weights are read
+    if config.attention_backend in LIBRARIES:  # what is not installed is said before weights are read
+        Ops(device, attention_backend=config.attention_backend)
     loaded = loaded or load_from_config(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
     try:

@@ -32,7 +32,7 @@ def causal_window_attention(
         sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
         cu_seqlens: None for one sequence. Of S packed ones, which are whole (n = m) and see themselves alone: int32
             [S + 1], the start of each, from 0 to n; each has at least one token.
-        lengths: tokens of each of those, for the host.
+        lengths: tokens of each of those, for the host: given where ``cu_seqlens`` is.
     """
     attend = partial(_attend, window=window, sinks=sinks)
     return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, lengths)

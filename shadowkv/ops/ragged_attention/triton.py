@@ -76,12 +76,12 @@ def _attend(
         length = tl.load(cu_seqlens + sequence + 1) - start
         first = (tile - start // ROWS - sequence) * ROWS
     else:
-        start = 0
+        start = tl.full((), 0, tl.int32)
         length = tokens
         first = tile * ROWS
 
     row, dim = first + tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
-    base, lives = start.to(tl.int64) if PACKED else 0, (row < length)[:, None] & (dim < DIM)[None, :]
+    base, lives = start.to(tl.int64), (row < length)[:, None] & (dim < DIM)[None, :]
     x = tl.load(
         q + (base + row)[:, None] * q_row + head * q_head + dim[None, :], mask=lives, other=0.0
     )  # [ROWS, DIM_BLOCK]
