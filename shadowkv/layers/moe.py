@@ -81,7 +81,7 @@ class ExpertsProjection(Computing):
         if self.bias is None:
             return product
         bias = self.bias.view(-1, self.out_features)
-        return product.add_(bias[number.clamp_max(len(bias) - 1)])
+        return product.add_(bias.index_select(0, number.clamp_max(len(bias) - 1)))
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         product: Tensor
@@ -119,7 +119,7 @@ class RoutedExperts(Computing):
         token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
         gate = getattr(self.ops, self.gate)
-        out = self.down(gate(self.gate_up(x[token], number, offsets)), number, offsets)
+        out = self.down(gate(self.gate_up(x.index_select(0, token), number, offsets)), number, offsets)
         summed: Tensor = self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
         return summed
 
