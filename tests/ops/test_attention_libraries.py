@@ -170,11 +170,11 @@ CASE = replace(TURBO, ops=frozenset((*OPS, "paged_attention", "paged_window_atte
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries, and our kernels, as far as choosing goes."""
-    for op in (*OPS, "paged_attention"):
-        for name in ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn"):
-            if find_spec(f"shadowkv.ops.{op}.{name}"):
-                module = import_module(f"shadowkv.ops.{op}.{name}")
-                monkeypatch.setattr(module, "missing", lambda: [])
+    names = ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn")
+    places = [f"shadowkv.ops.{op}.{name}" for op in (*OPS, "paged_attention") for name in names]
+    # All are imported before any is changed: some have another's function.
+    for module in [import_module(place) for place in places if find_spec(place)]:
+        monkeypatch.setattr(module, "missing", lambda: [])
 
 
 def test_the_flag_knows_every_library_and_nothing_else() -> None:

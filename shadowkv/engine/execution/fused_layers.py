@@ -60,7 +60,7 @@ class FusedLayers:
         runs = [run for matrix in matrices for run in matrix.runs]
         known = all(run.form is None or isinstance(run.form, BlockForm) for run in runs)
         config = model.config
-        plain = config.activation == "silu" and not (config.sinks or config.post_norms or config.wide_norms)
+        plain = config.activation == "silu" and not (config.sinks or config.wide_norms)
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:
