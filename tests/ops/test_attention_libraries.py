@@ -170,11 +170,11 @@ CASE = replace(TURBO, ops=frozenset((*OPS, "paged_attention", "paged_window_atte
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries, and our kernels, as far as choosing goes."""
-    names = ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn")
-    places = [f"shadowkv.ops.{op}.{name}" for op in (*OPS, "paged_attention") for name in names]
-    # All are imported before any is changed: some have another's function.
-    for module in [import_module(place) for place in places if find_spec(place)]:
-        monkeypatch.setattr(module, "missing", lambda: [])
+    for op in (*OPS, "paged_attention"):
+        for name in ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn"):
+            if find_spec(f"shadowkv.ops.{op}.{name}"):
+                module = import_module(f"shadowkv.ops.{op}.{name}")
+                monkeypatch.setattr(module, "missing", lambda: [])
 
 
 def test_the_flag_knows_every_library_and_nothing_else() -> None:
@@ -236,11 +236,9 @@ def test_flash_attn_takes_more_head_dims(installed: None) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, and whether packages are there is asked again."""
+    """A GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
-    for library in (flashinfer, flash_attn):
-        monkeypatch.setattr(library, "missing", library.missing.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +270,7 @@ def test_flashinfer_needs_a_toolkit_unless_its_kernels_are_compiled(
     there = {"flashinfer", *(["flashinfer_jit_cache"] if found == "compiled" else [])}
     monkeypatch.setattr(flashinfer, "find_spec", lambda name: name in there or None)
     monkeypatch.setattr(flashinfer, "find_compiler", compiler)
+    monkeypatch.setattr(flashinfer, "_compiler_missing", flashinfer._compiler_missing.__wrapped__)
     reasons = flashinfer.missing()
     assert len(reasons) == (found in (PYPI, None))
     assert all("with a CUDA toolkit" in reason for reason in reasons)

@@ -44,8 +44,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backend is there, as on a GPU with all that can be installed."""
     if attend_selected.missing():  # whose kernels' need of memory only their library knows
         monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
-    # All are imported before any is changed: some have another's function.
-    for module in [import_module(f"shadowkv.ops.{name}.{path.stem}") for path, name in BACKENDS.items()]:
+    for path, name in BACKENDS.items():
+        module = import_module(f"shadowkv.ops.{name}.{path.stem}")
         if hasattr(module, "missing"):
             monkeypatch.setattr(module, "missing", lambda: [])
 

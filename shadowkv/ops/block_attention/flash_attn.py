@@ -3,7 +3,6 @@ it, for GPUs from Ampere on."""
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -17,7 +16,6 @@ __all__ = ["attend", "block_attention", "missing", "supports"]
 LEAST_CAPABILITY = (8, 0)
 
 
-@cache
 def missing() -> list[str]:
     """The reasons why the library cannot be used here; none if it can."""
     built = find_spec("flash_attn_2_cuda") is not None  # later versions share the package's name, and not its functions

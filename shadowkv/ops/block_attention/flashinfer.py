@@ -23,7 +23,6 @@ DIMS = (64, 128, 256)
 """Head dims that its attention is compiled for."""
 
 
-@cache
 def missing() -> list[str]:
     """The reasons why the library cannot be used here; none if it can."""
     if find_spec("flashinfer") is None:
@@ -53,6 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = N
     return out, lse * math.log(2)  # the library's are in base 2
 
 
+@cache
 def _compiler_missing() -> list[str]:
     """Why the library cannot compile its kernels, unless they are installed compiled."""
     if find_spec("flashinfer_jit_cache") is not None:

@@ -59,7 +59,6 @@ NUMBERS_AT_ONCE = 2**24
 """Numbers that are coded at a time: they take some 20 bytes each meanwhile."""
 
 
-@cache
 def missing() -> list[str]:
     """The reasons why there are no such products here; none if there are."""
     installed, recent = find_spec("humming") is not None, torch_version() >= OLDEST_TORCH
