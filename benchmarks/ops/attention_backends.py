@@ -1,8 +1,8 @@
 """Exact attention by every backend that is here, this package's, PyTorch's, FlashInfer's and flash-attn's: a table of
 prompts, packs and decode steps.
 
-``python -m benchmarks.ops.attention_backends --out attention.csv`` takes about a minute of an H200, and FlashInfer's
-compilations; without a GPU sizes are tiny. Every result is checked against the first backend's of its row.
+``python -m benchmarks.ops.attention_backends --out attention.csv``; FlashInfer compiles its kernels first, and without
+a GPU sizes are tiny. It has not run on a GPU yet. Every result is checked against the first backend's of its row.
 """
 
 from __future__ import annotations

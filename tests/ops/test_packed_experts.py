@@ -100,7 +100,7 @@ def test_kernels_are_compiled_for_rows_of_all_experts(seed: int, library: None) 
     tuned = sorted(tokens for fields, tokens in KERNELS if fields["num_experts"])
     assert tuned == [8, 32, 64, 128, 256, 512, 1024]
     assert sorted(tokens for fields, tokens in KERNELS if not fields["num_experts"]) == [*humming.BATCHES, humming.MANY]
-    entries = humming._kernels(experts.layer, None).view(-1, 4).tolist()  # type: ignore[arg-type]
+    entries = humming._kernels(experts.layer, 0).view(-1, 4).tolist()
     assert [(low, high) for low, high, *_ in entries] == [
         *((0, 8), (8, 32), (32, 64), (64, 128), (128, 256), (256, 512), (512, 1 << 30)),
     ]
