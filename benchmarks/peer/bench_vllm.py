@@ -1,4 +1,4 @@
-"""vLLM's figures for Llama-3.1-8B's shapes with dummy weights, in the columns of the sweeps' files.
+"""vLLM's figures for a model's shapes with dummy weights, in the columns of the sweeps' files.
 
 Prompt lengths go to ``prefill.csv``, cases of requests at once to ``mixed.csv``, batches that only decode (their keys
 and values are made up) to ``decode.csv``, prompts that come again to ``reuse.csv``. What needs the same engine shares
@@ -7,6 +7,7 @@ one, in a process of its own. Rows that are there are not measured again.
     python3 -m benchmarks.peer.bench_vllm --contexts 61440,124928 --cases 256x1024+256 64x8192+128 --out results
     python3 -m benchmarks.peer.bench_vllm --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
     python3 -m benchmarks.peer.bench_vllm --kv fp8 --decode 30x61440 14x124928 --out results
+    python3 -m benchmarks.peer.bench_vllm --config config.json --quantization gptq --cases 1x1024+128 --out results
     python3 -m benchmarks.peer.bench_vllm --reuse --reuse-off --offload-gib 40 --trace-gib 24 --out results
 """
 
@@ -62,7 +63,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload-gib", type=float, help="of host memory, which evicted documents come back from")
     parser.add_argument("--trace-gib", type=float, help="of host memory, beside which chats over documents are traced")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="of keys and values")
-    parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the weights")
+    parser.add_argument("--quantization", choices=("none", "fp8", "gptq"), default="none", help="of the weights")
+    parser.add_argument("--config", type=Path, help="config.json with other shapes than Llama-3.1-8B's")
     parser.add_argument("--repeats", type=int, default=3, help="prompts after the first of a length")
     parser.add_argument("--max-num-batched-tokens", type=int, help="(default: vLLM's own)")
     parser.add_argument("--model", type=Path, default=Path("/tmp/peer_model"), help="folder to write a config to")
@@ -82,7 +84,7 @@ def main() -> int:
     if args.engine:
         child(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_model(args.model)
+    write_model(args.model, args.config, args.quantization)
     well = True
     asked = {
         "serve": args.contexts or args.cases,

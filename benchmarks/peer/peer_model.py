@@ -49,10 +49,23 @@ ENVIRONMENT = {
 }
 
 
-def write_model(folder: Path) -> None:
-    """Makes the folder that an engine loads."""
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+"""vLLM's classes by model types."""
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+"""What a checkpoint's config says of weights in 4 bits, of which dummy ones are made."""
+
+
+def write_model(folder: Path, config: Path | None = None, quantization: str = "none") -> None:
+    """Makes the folder that an engine loads, with the shapes of a ``config`` file; None for Llama-3.1-8B's."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    shapes = CONFIG
+    if config is not None:
+        given = json.loads(config.read_text(encoding="utf-8"))
+        shapes = given | {"architectures": [ARCHITECTURES[given["model_type"]]], "torch_dtype": "bfloat16"}
+    if quantization == "gptq":
+        shapes = shapes | {"quantization_config": GPTQ}
+    (folder / "config.json").write_text(json.dumps(shapes), encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, vocab_size: int = CONFIG["vocab_size"], eos: int = CONFIG["eos_token_id"]) -> None:
@@ -93,7 +106,7 @@ def settings(folder: Path, kv: str, quantization: str, longest: int, decode: lis
         "kv_cache_dtype": "fp8" if kv == "fp8" else "auto",
         "gpu_memory_utilization": 0.9,
     }
-    if quantization != "none":
+    if quantization == "fp8":  # made from bfloat16; of others the config says it
         chosen["quantization"] = quantization
     if decode:
         from vllm.config import KVTransferConfig

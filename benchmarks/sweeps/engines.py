@@ -27,7 +27,7 @@ from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import POLICY_HELP
-from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, parse_overrides
+from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
 from shadowkv.models.loader import LoadedModel
 
 ENGINE = "shadowkv"
@@ -43,7 +43,9 @@ def sweep_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--prefill", nargs="+", default=["auto"], choices=("dense", "sparse", "auto"))
-    parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8"), help="of the weights")
+    parser.add_argument(
+        "--quantization", nargs="+", default=["none"], choices=("none", *QUANTIZATIONS), help="of the weights"
+    )
     parser.add_argument(
         "--replay",
         nargs="+",
@@ -110,7 +112,10 @@ def combinations(args: argparse.Namespace) -> Iterator[Cell]:
 
 def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineConfig:
     """Config of a combination's engine; ``settings`` are further fields of it."""
-    chosen = {"prefill": cell["prefill"], "quantization": None if cell["quantization"] == "none" else "fp8"}
+    chosen = {
+        "prefill": cell["prefill"],
+        "quantization": None if cell["quantization"] == "none" else cell["quantization"],
+    }
     if args.load_format == "dummy" and settings.get("max_model_len"):
         settings["rope_theta"] = 1e7  # random weights were not trained for any context
     shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}

@@ -185,17 +185,25 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
 
 def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:
     """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's time to first
-    token in seconds. Raises MemoryError if some do not fit."""
+    token in seconds, after another of as many tokens. Raises MemoryError if some do not fit."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
-    engine.add_request("0", prompts[0], endless(new))
+    first_token(engine, "before", [*reversed(prompts[0])], new)
+    engine.abort("before")  # what ends is kept for others
+    seconds = first_token(engine, "0", prompts[0], new)
+    begin(engine, prompts[1:], new, synthetic)
+    return seconds
+
+
+def first_token(engine: Engine, name: str, prompt: list[int], new: int) -> float:
+    """Steps an engine that is given a request until its first token is there; returns the seconds from its arrival."""
+    engine.add_request(name, prompt, endless(new))
     while not (outputs := engine.step()):
         if engine.stats().waiting:  # nothing is being computed, so nothing will ever end
             raise MemoryError("not one sequence fits")
     if outputs[0].error is not None:
         raise MemoryError(outputs[0].error)
     times = outputs[0].times
-    begin(engine, prompts[1:], new, synthetic)
     assert times.first_token is not None
     return times.first_token - times.arrival
 

@@ -3,16 +3,17 @@
 A row for each form, policy, context and batch; rows that the file has already are not measured again. ``plain`` are
 weights in 16 bits, or as the files of ``--model`` have them; other names are forms of random weights
 (``--load-format dummy``) or ``fp8``. Every form is loaded in a process of its own, so that its time is that of a start:
-the second run of a command has kernels that the first compiled.
+the second run of a command has kernels that the first compiled. ``ttft_s`` is of the second prompt of that length.
 
     python -m benchmarks.sweeps.weights --model llama-3.1-8b --load-format dummy --formats plain fp8 gptq nvfp4 \\
-        --kv full turbo --context 1024 61440 124928 --batch 1 auto --out weights.csv
+        --kv full turbo --cells 1x1024 1x8192 autox61440 autox124928 --out weights.csv
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import re
 import sys
 import time
 from pathlib import Path
@@ -38,35 +39,43 @@ def measure(args: argparse.Namespace, form: str) -> None:
     args.quantization = None if form == PLAIN else form
     rows = Rows(args.out, WEIGHTS, replayed=())
     start = time.perf_counter()
-    loaded = load_from_config(throughput.config_of(args, args.kv[0], 1, max(args.context)))
+    loaded = load_from_config(throughput.config_of(args, args.kv[0], 1, max(context for _, context in args.cells)))
     torch.cuda.synchronize()
     seconds, nbytes = time.perf_counter() - start, loaded.model.num_bytes
     print(*loaded.notes, sep="\n")
     name = "+".join(loaded.model.forms) or loaded.config.quantization or str(loaded.model.dtype).removeprefix("torch.")
-    for context in args.context:
+    for batch, context in args.cells:
         for kv in args.kv:
-            for batch in args.batch:
-                count = throughput.fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
-                row = {"model": Path(args.model).name, "format": name, "kv": kv, "gpus": loaded.shard.size}
-                row |= {"context": context, "batch": count}
-                if rows.has(row):
-                    continue
-                cell = throughput.measure(args, loaded, kv, context, str(count))
-                if cell["status"] != "ok":
-                    print(f"{name} {kv} {context} x {count}: {cell['status']}", file=sys.stderr, flush=True)
-                    continue
-                figures = {
-                    "ttft_s": cell["ttft_s"],
-                    "step_ms": cell["step_ms"],
-                    "tokens_per_s": cell["decode_tokens_per_s"],
-                    "weights_gib": nbytes / GIB,
-                    "kv_gib_per_sequence": cell["device_gib_per_sequence"],
-                    "load_s": seconds,
-                    "engine": ENGINE,
-                }
-                rows.add(row | figures | about_spec(KVSpec(**cell["spec"]), provenance()["gpu"] or "cpu"))
-                gc.collect()
-                torch.cuda.empty_cache()
+            count = batch or throughput.fitting(args, loaded, kv, context)
+            row = {"model": Path(args.model).name, "format": name, "kv": kv, "gpus": loaded.shard.size}
+            row |= {"context": context, "batch": count}
+            if rows.has(row):
+                continue
+            cell = throughput.measure(args, loaded, kv, context, str(count))
+            if cell["status"] != "ok":
+                print(f"{name} {kv} {context} x {count}: {cell['status']}", file=sys.stderr, flush=True)
+                continue
+            figures = {
+                "ttft_s": cell["ttft_s"],
+                "step_ms": cell["step_ms"],
+                "tokens_per_s": cell["decode_tokens_per_s"],
+                "weights_gib": nbytes / GIB,
+                "kv_gib_per_sequence": cell["device_gib_per_sequence"],
+                "load_s": seconds,
+                "engine": ENGINE,
+            }
+            rows.add(row | figures | about_spec(KVSpec(**cell["spec"]), provenance()["gpu"] or "cpu"))
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def batch_and_context(text: str) -> tuple[int | None, int]:
+    """Sequences, None for as many as fit, and tokens of each; raises ArgumentTypeError for anything else."""
+    match = re.fullmatch(r"(auto|[1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x tokens, as 1x1024, or autox61440")
+    batch, context = match.groups()
+    return None if batch == "auto" else int(batch), int(context)
 
 
 def main() -> int:
@@ -75,9 +84,9 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--formats", nargs="+", default=[PLAIN], choices=(PLAIN, *QUANTIZATIONS))
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 61440], help="tokens (default: 1024 61440)")
+    text = "sequences x tokens, or auto for as many as fit (default: 1x1024 autox61440)"
+    parser.add_argument("--cells", nargs="+", default=[(1, 1024), (None, 61440)], type=batch_and_context, help=text)
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
-    parser.add_argument("--batch", nargs="+", default=["1", "auto"], help="sequences, or auto for as many as fit")
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
