@@ -43,13 +43,15 @@ REUSE_CASES = {
 }
 """Cases of reuse by the engine that they share."""
 MODULE = "benchmarks.peer.bench_vllm"
+MOST = 32
+"""Sequences of ``auto``, as far as they fit."""
 ROOM = 256
 """Tokens of a sequence beside the longest prompt, where that only decodes."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of ``256x1024+256`` or ``16x61440``."""
-    return tuple(map(int, re.split("[x+]", text)))
+    """The numbers of ``256x1024+256`` or ``16x61440``, 0 for ``auto``."""
+    return tuple(map(int, re.split("[x+]", text.replace("auto", "0"))))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,7 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=lambda text: [*map(int, text.split(","))], default=[], help="tokens")
     parser.add_argument("--cases", type=numbers, nargs="+", default=[], help="requests x prompt + answer tokens")
-    parser.add_argument("--decode", type=numbers, nargs="+", default=[], help="sequences x tokens")
+    parser.add_argument("--decode", type=numbers, nargs="+", default=[], help="sequences, or auto, x tokens")
     parser.add_argument("--reuse", action="store_true", help="requests of one document, at once and one by one")
     parser.add_argument("--reuse-off", action="store_true", help="those at once, of which each computes all")
     parser.add_argument("--offload-gib", type=float, help="of host memory, which evicted documents come back from")
@@ -153,7 +155,7 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
         return settings(args.model, args.kv, args.quantization, longest, []) | reuse
     decode = args.decode if args.engine == "decode" else []
     longest = max([*args.contexts, *(one[1] + sum(one[2:]) for one in [*args.cases, *decode])]) + ROOM
-    return settings(args.model, args.kv, args.quantization, longest, [one[0] for one in decode])
+    return settings(args.model, args.kv, args.quantization, longest, [one[0] or MOST for one in decode])
 
 
 def about(config: Any) -> dict[str, Any]:
@@ -184,7 +186,8 @@ def measure(args: argparse.Namespace, driver: Driver, row: dict[str, Any]) -> No
             rows.add(row | key | figures())
 
     if args.engine == "decode":
-        for batch, context in args.decode:
+        for asked, context in args.decode:
+            batch = asked or driver.fitting(context + ROOM)
             add("decode", {"context": context, "batch": batch}, lambda n=batch, c=context: driver.decode(n, c))
         return
     if args.engine in REUSE_CASES:

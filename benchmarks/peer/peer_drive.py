@@ -73,6 +73,12 @@ class Driver:
             "tpot_ms": 1e3 * statistics.mean((one[-1] - one[0]) / (output - 1) for one in came) if output > 1 else None,
         }
 
+    def fitting(self, tokens: int) -> int:
+        """Sequences of as many tokens that run at once."""
+        config = self.engine.vllm_config
+        blocks = -(-tokens // config.cache_config.block_size)
+        return min((config.cache_config.num_gpu_blocks - 1) // blocks, config.scheduler_config.max_num_seqs)
+
     def decode(self, batch: int, context: int) -> dict[str, Any]:
         """Columns of a batch that decodes; the engine makes keys and values up."""
         # Prompts come one after the other, by two steps each: those that came first decode the longest.

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps.engines import window
+from benchmarks.sweeps.engines import densities_of, replay_blocks, replayed_density, window
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     text = "where values are on the host: share of the selected chunks that the step before selected too"
     parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
+    text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
+    parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args(arguments)
@@ -122,6 +124,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     """One cell; if it does not fit, a row that says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
     cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
+    cell["replayed_density"] = replayed_density(args.replay, context)
     try:
         count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
         cell["batch"] = count
@@ -131,6 +134,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         cell["spec"] = asdict(engine.cache.spec)
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
+        replay_blocks(engine, replayed_density(args.replay, context))
         cell |= run(args, engine, count, context)
     except (MemoryError, torch.OutOfMemoryError) as error:
         cell["status"] = f"out of memory: {str(error).splitlines()[0]}"

@@ -6,7 +6,8 @@ weights in 16 bits, or as the files of ``--model`` have them; other names are fo
 the second run of a command has kernels that the first compiled. ``ttft_s`` is of the second prompt of that length.
 
     python -m benchmarks.sweeps.weights --model llama-3.1-8b --load-format dummy --formats plain fp8 gptq nvfp4 \\
-        --kv full turbo --cells 1x1024 1x8192 autox61440 autox124928 --out weights.csv
+        --kv full turbo --cells 1x1024 1x8192 autox61440 autox124928 --replay 61440=0.1738,124928=0.1058 \\
+        --out weights.csv
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.sweeps import throughput
-from benchmarks.sweeps.engines import ENGINE, about_spec, in_fresh_process
+from benchmarks.sweeps.engines import ENGINE, about_spec, densities_of, in_fresh_process, replayed_density
 from benchmarks.sweeps.rows import WEIGHTS, Rows
 from shadowkv.engine.config import policy_name
 from shadowkv.engine.startup.loading import load_from_config
@@ -37,7 +38,7 @@ PLAIN = "plain"
 def measure(args: argparse.Namespace, form: str) -> None:
     """The rows of one form."""
     args.quantization = None if form == PLAIN else form
-    rows = Rows(args.out, WEIGHTS, replayed=())
+    rows = Rows(args.out, WEIGHTS)
     start = time.perf_counter()
     loaded = load_from_config(throughput.config_of(args, args.kv[0], 1, max(context for _, context in args.cells)))
     torch.cuda.synchronize()
@@ -48,7 +49,7 @@ def measure(args: argparse.Namespace, form: str) -> None:
         for kv in args.kv:
             count = batch or throughput.fitting(args, loaded, kv, context)
             row = {"model": Path(args.model).name, "format": name, "kv": kv, "gpus": loaded.shard.size}
-            row |= {"context": context, "batch": count}
+            row |= {"context": context, "batch": count, "replayed_density": replayed_density(args.replay, context)}
             if rows.has(row):
                 continue
             cell = throughput.measure(args, loaded, kv, context, str(count))
@@ -87,6 +88,8 @@ def main() -> int:
     text = "sequences x tokens, or auto for as many as fit (default: 1x1024 autox61440)"
     parser.add_argument("--cells", nargs="+", default=[(1, 1024), (None, 61440)], type=batch_and_context, help=text)
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
+    text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
+    parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")

@@ -29,7 +29,7 @@ def test_larger_batches_compress_sooner_and_never_what_no_state_is_fitted_on_for
 
 
 def test_a_cheaper_fit_compresses_sooner(monkeypatch):
-    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.07))
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.07 / 32))
     assert below("turbo", 48) > 8256
 
 
@@ -50,6 +50,13 @@ def test_a_mixture_of_experts_compresses_as_late_as_the_weights_that_its_batch_r
     counted = dense_below(model, layout, "cuda", 16, 10 * 2**30)
     monkeypatch.setattr(Routing, "share_touched", lambda self, tokens: 1.0)
     assert counted > dense_below(model, layout, "cuda", 16, 10 * 2**30)
+
+
+def test_a_model_compresses_sooner_where_coding_its_keys_and_values_is_less_work():
+    """Of 24 layers half have windows, and heads are of 64: a fifth of Llama's dimensions, in a third of its layers."""
+    model = load_config("gpt-oss-20b")
+    layout = Layout(preset("turbo"), model.shape, torch.bfloat16, 131072)
+    assert dense_below(model, layout, "cuda", 184, CARD) < 61440
 
 
 def test_a_card_too_small_for_a_dense_batch_compresses_sooner():

@@ -1,6 +1,9 @@
-"""Products of sorted rows with experts' matrices: the loop, and PyTorch's kernel on a GPU, eager and in a graph."""
+"""Products of sorted rows with experts' matrices: the loop, Triton's kernel on a GPU or in its interpreter, and
+PyTorch's on a GPU, eager and in a graph."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -40,6 +43,26 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
     x, weight, offsets = made((1, 1), 24, 36)
     with pytest.raises(ValueError, match="takes multiples of 8 and up to 1023 experts, not 2 of 24 x 36"):
         cuda.grouped_matmul(x, weight, offsets)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter"
+)
+@pytest.mark.parametrize("behind", [0, 5])
+@pytest.mark.parametrize("size", [(24, 40), (136, 264)])
+@pytest.mark.parametrize("counts", [*COUNTS, (1, 40, 0, 23, 5), (0, 0, 300), (33,) * 3, (100, 170)])
+def test_tritons_kernel_is_the_loop(counts: tuple[int, ...], size: tuple[int, int], behind: int) -> None:
+    """As few rows of each expert as there are tiles for, and more."""
+    from shadowkv.ops.grouped_matmul import triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x, weight, offsets = made(counts, *size, behind)
+    expected = reference.grouped_matmul(x, weight, offsets)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    out = triton.grouped_matmul(x.to(device, dtype), weight.to(device, dtype), offsets.to(device))
+    assert out.shape == (sum(counts) + behind, size[0]) and out.dtype == dtype
+    rows, loose = slice(sum(counts)), 2e-2 if device.type == "cuda" else 1e-5
+    torch.testing.assert_close(out[rows].float().cpu(), expected[rows], rtol=loose, atol=loose)
 
 
 @gpu

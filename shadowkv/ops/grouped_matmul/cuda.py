@@ -1,5 +1,5 @@
-"""Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS): where experts' rows end is read
-on the device."""
+"""Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS), or by Triton's where experts
+have few rows: where these end is read on the device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ MULTIPLE = 8
 """K and N must be multiples of this: rows begin at multiples of 16 bytes."""
 
 MOST_EXPERTS = 1023
+
+FEW = 16
+"""Rows of an expert, in the mean, up to which Triton's kernel is faster: its tiles are lower."""
 
 
 def missing() -> list[str]:
@@ -45,6 +48,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             f"grouped_matmul on a GPU takes multiples of {MULTIPLE} and up to {MOST_EXPERTS} experts, "
             f"not {experts} of {out_features} x {in_features}"
         )
-    if not len(x):
-        return x.new_empty(0, out_features)
+    if len(x) <= FEW * experts:
+        from shadowkv.ops.grouped_matmul import triton
+
+        return triton.grouped_matmul(x, weight, offsets)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])
