@@ -25,6 +25,7 @@ FOLDERS = (
     "tests/engine/test_cuda_*.py",
     "tests/engine/test_backends.py",
     "tests/engine/test_mixed_passes.py",
+    "tests/models/test_cuda_*.py",
     "tests/kvcache/test_*.py",
     "tests/ops/test_*.py",
 )

@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
     text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
     parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
+    parser.add_argument("--warm-prompts", type=int, default=1, choices=(0, 1, 2), help="(default: %(default)s)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args(arguments)
@@ -160,7 +161,7 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
         cache.selection_hook = ScriptedSelection(cache, context - RAGGED, args.hit_rate)
     torch.cuda.synchronize()
-    ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill)
+    ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill, args.warm_prompts)
     for _ in range(args.steps):
         engine.step()
     torch.cuda.synchronize()
@@ -187,13 +188,14 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     }
 
 
-def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:
+def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool, warm: int = 1) -> float:
     """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's time to first
-    token in seconds, after another of as many tokens. Raises MemoryError if some do not fit."""
+    token in seconds, after ``warm`` others of as many tokens. Raises MemoryError if some do not fit."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
-    first_token(engine, "before", [*reversed(prompts[0])], new)
-    engine.abort("before")  # what ends is kept for others
+    for _ in range(warm):
+        first_token(engine, "before", [*reversed(prompts[0])], new)
+        engine.abort("before")  # what ends is kept for others
     seconds = first_token(engine, "0", prompts[0], new)
     begin(engine, prompts[1:], new, synthetic)
     return seconds

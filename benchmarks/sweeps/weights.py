@@ -3,7 +3,8 @@
 A row for each form, policy, context and batch; rows that the file has already are not measured again. ``plain`` are
 weights in 16 bits, or as the files of ``--model`` have them; other names are forms of random weights
 (``--load-format dummy``) or ``fp8``. Every form is loaded in a process of its own, so that its time is that of a start:
-the second run of a command has kernels that the first compiled. ``ttft_s`` is of the second prompt of that length.
+the second run of a command has kernels that the first compiled. ``ttft_s`` is of the prompt after
+``--warm-prompts``.
 
     python -m benchmarks.sweeps.weights --model llama-3.1-8b --load-format dummy --formats plain fp8 gptq nvfp4 \\
         --kv full turbo --cells 1x1024 1x8192 autox61440 autox124928 --replay 61440=0.1738,124928=0.1058 \\
@@ -90,6 +91,7 @@ def main() -> int:
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
     text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
     parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
+    parser.add_argument("--warm-prompts", type=int, default=1, choices=(0, 1, 2), help="(default: %(default)s)")
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")

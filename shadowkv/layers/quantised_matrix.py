@@ -40,6 +40,7 @@ class QuantisedMatrix(Computing):
     Attributes:
         parts: the tensors of each run, one after the other: those of its form, or one [rows, K].
         packed: pieces of the rows in the layout of a GPU's products, and where each begins, once ``pack`` made them.
+        whole: all rows in one piece beside those, for steps that multiply them all, where they have one form.
         experts: all rows as matrices of experts in that layout, once ``pack_experts`` made them.
         packed_parts: tensors of what was packed.
     """
@@ -59,6 +60,7 @@ class QuantisedMatrix(Computing):
             nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
         )
         self.packed: list[tuple[int, Tensor | PackedRows]] | None = None
+        self.whole: PackedRows | None = None
         self.experts: PackedExperts | None = None
         self.packed_parts = nn.ParameterList()
 
@@ -96,7 +98,8 @@ class QuantisedMatrix(Computing):
         """Packs filled rows, on a GPU, for its products; returns what was packed.
 
         Args:
-            borders: where runs of rows begin that are multiplied alone: pieces are not cut out of once they are packed.
+            borders: where runs of rows begin that are multiplied alone: pieces are not cut out of once they are packed,
+                so such rows are there twice, alone and with all others.
             looked_up: ``look_up`` is called too: for it rows are kept as they are beside those.
         """
         cuts = sorted({*borders, self.num_rows})
@@ -107,6 +110,11 @@ class QuantisedMatrix(Computing):
                 begin += len(rows)
         self.packed = pieces
         packed = [rows for _, rows in pieces if isinstance(rows, PackedRows)]
+        if len(packed) > 1 and len(self.runs) == 1:
+            (rows,) = self._stored_runs()
+            assert isinstance(rows, QuantisedRows)
+            self.whole = pack_rows(rows)
+            packed.append(self.whole)
         self.packed_parts = _parameters(tensor for rows in packed for tensor in rows.tensors.values())
         if not looked_up:
             self.parts = _parameters(rows for _, rows in pieces if isinstance(rows, Tensor))
@@ -129,6 +137,8 @@ class QuantisedMatrix(Computing):
         """Rows ``start`` to ``stop`` as products take them."""
         if self.packed is None:
             return list(self.stored(start, stop))
+        if self.whole is not None and start == 0 and stop == self.num_rows:
+            return [self.whole]
         pieces = [rows for begin, rows in self.packed if start <= begin < stop]
         assert sum(map(len, pieces)) == min(stop, self.num_rows) - start, f"rows {start} to {stop} are in no pieces"
         return [*pieces]

@@ -83,12 +83,17 @@ def poisoned(tokens: int, rows: int) -> None:
 
 
 def check(got: Tensor, x: Tensor, numbers: Tensor) -> None:
-    """Within twice the error of a product of bfloat16 numbers, and one rounding of a row's factor or scale."""
+    """As ``close``, to a product of bfloat16 numbers."""
     exact = x.double() @ numbers.double().T
-    plain = (F.linear(x, numbers.bfloat16()).double() - exact).abs()
-    error = (got.double() - exact).abs()
-    assert error.amax() <= 2 * plain.amax() + 2**-9 * exact.abs().amax(), (error.amax(), plain.amax())
-    assert error.norm() <= 2 * plain.norm() + 2**-10 * exact.norm(), (error.norm(), plain.norm())
+    close((got.double() - exact).abs(), (F.linear(x, numbers.bfloat16()).double() - exact).abs(), exact)
+
+
+def close(error: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Errors are within three times those of products of bfloat16 numbers, and one rounding of a row's factor or scale:
+    thread blocks that share a tile of the result add up what they have of it in bfloat16."""
+    assert error.isfinite().all()
+    assert error.amax() <= 2 * plain.amax() + 2**-7 * exact.abs().amax(), (error.amax(), plain.amax())
+    assert error.norm() <= 3 * plain.norm() + 2**-10 * exact.norm(), (error.norm(), plain.norm())
 
 
 @pytest.mark.parametrize("spikes", [False, True])

@@ -180,19 +180,20 @@ def test_more_than_sixteen_query_heads_a_kv_head_go_to_triton_and_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "backend", "reason"),
     [
-        ({"dtype": torch.float16}, "it multiplies torch.bfloat16, not torch.float16"),
-        ({"capability": (8, 0)}, "it is for GPUs of compute capability 9 and 10, not 8"),
+        ({"dtype": torch.float16}, "triton", "it multiplies torch.bfloat16, not torch.float16"),
+        ({"capability": (8, 0)}, "triton", "it is for GPUs of compute capability 9 and 10, not 8"),
+        ({"dtype": torch.float32}, "reference", "it multiplies torch.bfloat16, not torch.float32"),
     ],
 )
-def test_experts_are_looped_over_where_no_kernel_takes_them(
-    built: None, changes: dict[str, object], reason: str
+def test_experts_are_looped_over_in_float32_alone(
+    built: None, changes: dict[str, object], backend: str, reason: str
 ) -> None:
     ops = Ops("cuda", replace(TURBO, ops=frozenset({"grouped_matmul"}), **changes))
-    assert ops.backends["grouped_matmul"] == "reference"
-    assert ops.reasons["grouped_matmul"] == [f"cuda: {reason}"]
-    assert ops.synchronising == ["grouped_matmul"]
+    assert ops.backends["grouped_matmul"] == backend
+    assert ops.reasons["grouped_matmul"][0] == f"cuda: {reason}"
+    assert ops.synchronising == ["grouped_matmul"] * (backend == "reference")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,6 @@ def test_ops_that_are_not_called_are_not_asked(built: None) -> None:
 def test_references_that_wait_for_the_device_are_told(built: None) -> None:
     assert Ops("cuda", replace(TURBO, dtype=torch.float16, fetched_bytes=8)).synchronising == [
         "fetch_chunks",
-        "grouped_matmul",
         "paged_attention",
     ]
 

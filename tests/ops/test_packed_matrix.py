@@ -69,6 +69,28 @@ def test_runs_of_rows_are_multiplied_as_before(matrix: QuantisedMatrix) -> None:
         matrix(x, 0, 30)
 
 
+def test_rows_of_one_form_are_multiplied_at_once_where_all_are(
+    seed: int, monkeypatch: pytest.MonkeyPatch, matrix: QuantisedMatrix
+) -> None:
+    made = QuantisedMatrix(64, [Run(56, FORMS["int4"])], dtype=torch.float32, device=CPU)
+    for mine, drawn in zip(made.parts, random_rows(FORMS["int4"], 56, 64).tensors, strict=True):
+        mine.data.copy_(drawn)
+    made.ops, x = matrix.ops, torch.randn(5, 64)
+    whole = made(x, 0, 56)
+    assert [len(rows) for rows in made.pack([40])] == [40, 16, 56]
+    multiplied: list[int] = []
+
+    def counted(x: Tensor, rows: PackedRows) -> Tensor:
+        multiplied.append(len(rows))
+        return multiply(x, rows)
+
+    made.ops = SimpleNamespace(quantised_matmul=counted)
+    for start, stop in ((0, 56), (0, 40), (40, 56)):
+        torch.testing.assert_close(made(x, start, stop), whole[:, start:stop])
+    assert multiplied == [56, 40, 16]
+    assert made.nbytes == 2 * 56 * 7 * 4
+
+
 def test_rows_are_looked_up_beside_products(matrix: QuantisedMatrix) -> None:
     index, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
     rows, whole, before = matrix.look_up(index), matrix(x, 0, 64), matrix.nbytes
