@@ -189,6 +189,11 @@ class QuantisedLinear(nn.Module):
         else:
             self.bias = None
 
+    @property
+    def packed_twice(self) -> int:
+        """Bytes of rows that will be packed alone and with all others, as files store them."""
+        return self.weight.nbytes if self.borders and len(self.weight.runs) == 1 else 0
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
         return self.rows(x, 0, self.out_features)

@@ -173,6 +173,13 @@ class Decoder(nn.Module):
         """Bytes of the weights, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    @property
+    def num_packed_bytes(self) -> int:
+        """``num_bytes`` of weights that were not packed yet, once a GPU has packed them."""
+        return self.num_bytes + sum(
+            module.packed_twice for module in self.modules() if isinstance(module, QuantisedLinear)
+        )
+
     def bytes_read(self, batch: int) -> float:
         """Bytes of the weights that a decode step of ``batch`` sequences reads: of an embedding table that is not also
         the head, only rows; of experts those that are expected where all are chosen equally often."""

@@ -154,7 +154,7 @@ class Planner:
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
         model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
-        self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
+        self.weights, self.weight_bytes = model.weights_in_words, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
