@@ -87,7 +87,7 @@ clean: ## Remove builds and caches (not .venv)
 	$(PIP_INSTALL) torch numpy setuptools
 	$(PY) scripts/check_cpu_install.py
 	$(PY) scripts/set_up_cuda.py --no-compile -c constraints.txt
-	$(PIP_INSTALL) --no-build-isolation -e '.[json,page]'
+	$(PIP_INSTALL) --no-build-isolation -e ".[$$($(PY) scripts/set_up_cuda.py --extras)]"
 	touch $@
 
 # What the installed package asks for: with -e the C++ ops would be built once more.

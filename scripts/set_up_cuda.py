@@ -3,6 +3,7 @@ that is on PyPI, which it installs then. Where it cannot, it says why and what t
 server on a GPU would start all the same, and be slow.
 
     python scripts/set_up_cuda.py [pip's options ...]
+    python scripts/set_up_cuda.py --extras             # those of the package that this machine's server is to have
 """
 
 from __future__ import annotations
@@ -61,8 +62,23 @@ def build(pip_options: list[str]) -> None:
     BUILDER["build"]()
 
 
+def extras() -> list[str]:
+    """Extras of the package: on a GPU of CUDA 13 products with weights in few bits, too."""
+    found = ["json", "page"]
+    if not has_nvidia_gpu() or BUILDER["choice"]() == "no" or why_no_gpu_runs():
+        return found
+    import torch
+
+    major, recent = (torch.version.cuda or "").partition(".")[0], FINDER["OLDEST_CAPABILITY"]
+    fits = major == str(FINDER["PYPI_MAJOR"]) and torch.cuda.get_device_capability() >= recent
+    return [*found, "gpu"] if fits else found
+
+
 def main() -> int:
     """Returns the exit status."""
+    if sys.argv[1:] == ["--extras"]:
+        print(",".join(extras()))
+        return 0
     if not has_nvidia_gpu() or BUILDER["choice"]() == "no":
         return 0
     try:

@@ -34,6 +34,7 @@ MODULES = {
     "quantise_rows": "quantise_rows",
     "fetch_chunks": "fetch_chunks",
     "sample_tokens": "sample_tokens",
+    "grouped_matmul": "experts",
     "grouped_quantised_matmul": "experts",
 }
 """Benches, and the modules of this folder that have them: Triton and CUDA are imported for a bench that needs them."""

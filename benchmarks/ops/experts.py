@@ -1,4 +1,4 @@
-"""Both products of a layer's experts: plain, and in every form that stays as it is on a GPU."""
+"""Both products of a layer's experts: plain, by each kernel, and in every form that stays as it is on a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.ops.timing import READ_SPEED, Row, bench, microseconds
 from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
 from shadowkv.models.checkpoints.quantised.registry import SHAPES
 from shadowkv.models.filling import fill_random
-from shadowkv.ops.grouped_matmul.cuda import grouped_matmul
+from shadowkv.ops.grouped_matmul import cuda
+from shadowkv.ops.grouped_matmul.triton_tiles import multiply_in_tiles
 from shadowkv.ops.grouped_quantised_matmul import humming, reference
 from shadowkv.ops.quantised_matmul.humming import compile_kernels
 
@@ -47,7 +49,7 @@ def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, 
         plain = torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16).mul_(columns**-0.5)
         looped = plain.view(-1, columns)
         return (
-            lambda x, offsets: grouped_matmul(x, plain, offsets),
+            lambda x, offsets: cuda.grouped_matmul(x, plain, offsets),
             lambda x, offsets: reference.grouped_quantised_matmul(x, [looped], offsets),
             plain.nbytes // experts,
         )
@@ -68,6 +70,33 @@ def routed(layer: Layer, tokens: int) -> Tensor:
     chosen = torch.rand(tokens, layer.experts, device="cuda").topk(layer.per_token).indices
     counts = chosen.flatten().bincount(minlength=layer.experts)
     return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+
+
+@bench(list(LAYERS), lambda: torch.cuda.is_available() and not cuda.missing())
+def grouped_matmul(model: str) -> list[Row]:
+    """Rows by tokens, in bfloat16: microseconds of Triton's tiles and of PyTorch's kernel, and those of reading the
+    weights of the experts that are touched."""
+    layer, found = LAYERS[model], list[Row]()
+    shapes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
+    weights = [torch.randn(layer.experts, *shape, device="cuda").mul_(shape[1] ** -0.5).bfloat16() for shape in shapes]
+    for tokens in TOKENS:
+        routings, row = [routed(layer, tokens) for _ in range(ROUTINGS)], dict.fromkeys(("triton", "pytorch"), 0.0)
+        for weight in weights:
+            x = torch.randn(tokens * layer.per_token, weight.shape[2], device="cuda").bfloat16()
+            ways = {
+                "triton": partial(multiply_in_tiles, x, weight),
+                "pytorch": lambda offsets, x=x, weight=weight: F.grouped_mm(x, weight.mT, offs=offsets[1:]),
+            }
+            expected = ways["pytorch"](routings[0])
+            bound = 2e-2 * float(expected.abs().amax())
+            torch.testing.assert_close(ways["triton"](routings[0]), expected, rtol=2e-2, atol=bound)
+            for name, way in ways.items():
+                row[name] += microseconds([partial(way, offsets) for offsets in routings])
+        touched = sum(int((offsets.diff() > 0).sum()) for offsets in routings) / ROUTINGS
+        read = touched / layer.experts * sum(weight.nbytes for weight in weights) / READ_SPEED * 1e6
+        row = {name: round(taken, 1) for name, taken in row.items()}
+        found.append({"model": model, "tokens": tokens, "experts": round(touched, 1), **row, "read": round(read, 1)})
+    return found
 
 
 @bench(CASES, lambda: not humming.missing())

@@ -56,6 +56,33 @@ def test_with_a_toolkit_it_is_used(machine: SimpleNamespace) -> None:
     assert machine.done == ["built"]
 
 
+@pytest.mark.parametrize(
+    ("why", "extras"),
+    [
+        ("a GPU of CUDA 13", "json,page,gpu"),
+        ("no GPU", "json,page"),
+        ("no CUDA ops", "json,page"),
+        ("CUDA 12", "json,page"),
+        ("an old GPU", "json,page"),
+        ("a CPU build", "json,page"),
+    ],
+)
+def test_products_with_weights_in_few_bits_are_installed_where_a_gpu_runs_them(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str, extras: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["set_up_cuda.py", "--extras"])
+    if why == "no GPU":
+        monkeypatch.setattr(set_up_cuda, "has_nvidia_gpu", lambda: False)
+    elif why == "no CUDA ops":
+        monkeypatch.setenv("SHADOWKV_CUDA_OPS", "no")
+    elif why in ("CUDA 12", "a CPU build"):
+        monkeypatch.setattr(torch.version, "cuda", "12.8" if why == "CUDA 12" else None)
+    elif why == "an old GPU":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert set_up_cuda.main() == 0
+    assert capsys.readouterr().out == f"{extras}\n" and not machine.done
+
+
 def test_without_a_toolkit_the_compiler_of_pypi_is_installed(machine: SimpleNamespace) -> None:
     machine.compiler = False
     assert set_up_cuda.main() == 0
