@@ -9,8 +9,10 @@ from decimal import Decimal
 from typing import Any
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4")
-"""The first is arithmetic in 8 bits, for any files; the others say what random weights are in, and plans."""
+DEQUANTISED = "none"
+QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4", DEQUANTISED)
+"""The first is arithmetic in 8 bits, for any files, with the last weights are dequantised whatever files have them in;
+the others say what random weights are in, and plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """The last two are vLLM's, and PyTorch's, other names of float16 and float32."""

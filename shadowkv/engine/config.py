@@ -31,8 +31,8 @@ PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
 QUANTIZATION_HELP = (
-    "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; the others are forms of random weights "
-    "(--load-format dummy), and of shapes in plans (default: the files' own)"
+    "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; none: weights in --dtype, whatever files "
+    "have; others: of random weights (--load-format dummy), and of shapes in plans (default: the files' own)"
 )
 
 

@@ -147,7 +147,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "--unquantized-reference",
         action="store_true",
         default=None,  # as in folders from before the flag
-        help="full attention that leads has the weights without --quantization: what these 8 bits lose counts, too",
+        help="full attention that leads has the weights in --dtype: what few bits lose counts, too",
     )
     what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
@@ -168,8 +168,6 @@ def check(args: argparse.Namespace) -> None:
     for name in ("budget", "vary"):
         if served and getattr(args, name):
             bad.append(f"--{name} has no meaning with --base-url: the server has the cache")
-    if getattr(args, "unquantized_reference", False) and args.quantization is None:
-        bad.append("--unquantized-reference has no meaning without --quantization")
     for kv in () if served else args.kv or ():
         try:
             preset(kv)

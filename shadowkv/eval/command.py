@@ -27,6 +27,7 @@ from shadowkv.eval.reports.outputs import write_outputs
 from shadowkv.eval.running.local import Forks
 from shadowkv.eval.running.remote import Remote, load_tokenizer
 from shadowkv.eval.suites.registry import SUITES
+from shadowkv.load_settings import DEQUANTISED
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
@@ -75,7 +76,11 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
         settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)
     need = args.prompt_tokens + args.new_tokens
-    leading = load_from_config(_config(args, need, None)) if args.unquantized_reference else None
+    leading = None
+    if args.unquantized_reference:
+        if not loaded.model.forms and loaded.config.quantization is None:
+            raise ValueError("--unquantized-reference has no meaning here: no weight is quantised")
+        leading = load_from_config(_config(args, need, DEQUANTISED))
     measured = fidelity.measure(args, loaded, policies, prompts, model, leading)
     if args.vary:
         fidelity.write_divergence_ablation(args.vary.field, measured, model, args.prompt_tokens, args.out)
@@ -93,7 +98,8 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
-    args.quantization = loaded.config.quantization  # which the files may specify too
+    if args.quantization != DEQUANTISED:
+        args.quantization = loaded.config.quantization  # which the files may specify too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)

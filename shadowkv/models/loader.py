@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS, QUANTIZATIONS
+from shadowkv.load_settings import DEQUANTISED, DTYPES, LOAD_FORMATS, QUANTIZATIONS
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.experts import SeparateExperts
@@ -89,6 +89,8 @@ def load_plan(
     Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, but for experts.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
+    if quantization == DEQUANTISED:
+        return config, {}
     if path.suffix == ".gguf":
         file = GGUFFile(path)
         forms = gguf_forms(file)
@@ -149,8 +151,8 @@ def load_model(
             ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway where
-            the GPU has arithmetic for them. A name of ``SHAPES`` is the form of random weights; with files it has to be
-            the method that these are quantised with.
+            the GPU has arithmetic for them; ``none`` dequantises weights whatever files have them in. A name of
+            ``SHAPES`` is the form of random weights; with files it has to be the method that these are quantised with.
         group: the ranks that the model is split across.
         expert_parallel: each rank has some of the experts whole, instead of a part of every one.
         hub: what of the hub is used, where ``source`` is an id there.
@@ -171,8 +173,8 @@ def load_model(
     check_quantization(quantization, device, weights_dtype)  # before anything is fetched or read
 
     def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
-        in_fp8 = quantization == "fp8" or (storage.is_fp8(forms) and unfit(device, weights_dtype) is None)
-        return replace(config, quantization="fp8") if in_fp8 else config
+        own = quantization != DEQUANTISED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
+        return replace(config, quantization="fp8") if own or quantization == "fp8" else config
 
     if load_format == "dummy":
         config, forms = plan_on(
@@ -194,7 +196,7 @@ def load_model(
     storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
-    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group)
+    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTISED)
     return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
 
 
@@ -206,10 +208,13 @@ def _load(
     device: torch.device,
     shard: Shard,
     group: Group,
+    dequantised: bool,
 ) -> tuple[Decoder, tuple[str, ...]]:
-    """A rank's part of a model, and what was done to weights that the user may not expect, one line each."""
+    """A rank's part of a model, and what was done to weights that the user may not expect, one line each; all are in
+    ``dtype`` if ``dequantised``."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
-    forms, changed = storage.kept(files.forms, config, dtype, device), list[str]()
+    forms = {} if dequantised else storage.kept(files.forms, config, dtype, device)
+    changed = list[str]()
     notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
@@ -233,7 +238,8 @@ def _load(
         notes += storage.in_fp8(files.forms, in_fp8)
     as_they_are = {*forms, *changed, *in_fp8}
     others = {weight: form for weight, form in files.forms.items() if weight not in as_they_are}
-    notes += storage.dequantised(others, shapes, dtype, device, config.quantization)
+    asked = DEQUANTISED if dequantised else config.quantization
+    notes += storage.dequantised(others, shapes, dtype, device, asked)
     return model, tuple(notes)
 
 

@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from shadowkv.layers.quantised_matrix import Run
+from shadowkv.load_settings import DEQUANTISED
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.registry import SHAPES
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
@@ -79,7 +80,7 @@ def check_stated(quantization: str | None, method: str | None, source: str) -> N
     Args:
         method: theirs; None if they have none.
     """
-    if quantization not in (None, "fp8", method):
+    if quantization not in (None, "fp8", DEQUANTISED, method):
         what = "are not quantised" if method is None else f"are in {method}"
         reason = f"quantization={quantization!r}: the files of {source} {what}, and stay so; leave it out"
         raise SettingsError(reason, ["quantization"])
@@ -109,7 +110,7 @@ def dequantised(
     quantization: str | None,
 ) -> list[str]:
     """What of the weights is dequantised as they load and what that takes, a line for each reason; ``quantization`` is
-    that of the products."""
+    that of the products, or ``none`` if it was asked for."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
         names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)
@@ -127,6 +128,8 @@ def dequantised(
 
 def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
     """Why a weight does not stay as it is."""
+    if quantization == DEQUANTISED:
+        return f"quantization={quantization!r}"
     if device.type == "cuda":
         if quantization is not None and not _of_experts(name):
             return f"quantization={quantization!r} keeps projections alone in few bits"

@@ -113,7 +113,7 @@ def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.Captur
         (["--vary", "rank=x"], "rank='x' is not an integer"),
         (["--vary", "rank=8", "--kv", "quest"], "--vary rank means nothing to quest"),
         (["--exact-tails", "--kv", "full"], "--exact-tails means nothing to full"),
-        (["--unquantized-reference"], "--unquantized-reference has no meaning without --quantization"),
+        (["--unquantized-reference"], "--unquantized-reference has no meaning here: no weight is quantised"),
         (["--length", "9"], "unrecognized arguments: --length 9"),
     ],
 )

@@ -122,6 +122,15 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
         load_model(blocks)
 
 
+def test_blocks_are_dequantised_where_that_is_asked_for(tmp_path: Path) -> None:
+    blocks, plain = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
+    ours, theirs = load_model(blocks, quantization="none"), load_model(plain)
+    assert ours.model.forms == []
+    for name, parameter in theirs.model.named_parameters():
+        assert torch.equal(ours.model.get_parameter(name), parameter)
+    assert ours.notes[-1].endswith(": quantization='none'")
+
+
 def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(storage, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}

@@ -21,6 +21,7 @@ from shadowkv.layers.group import Group
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix
 from shadowkv.models import LoadedModel, load_config, load_model, storage
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
+from shadowkv.models.loader import load_plan
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised_matmul import humming
 from shadowkv.wording import counted
@@ -335,6 +336,18 @@ def test_random_weights_in_a_form(quantization: str, tmp_path: Path) -> None:
             (rows,) = module.stored(0, module.num_rows)
             deviation = rows.form.unpack(rows.tensors).std().item()
             assert deviation == pytest.approx(module.columns**-0.5, rel=0.45 if quantization == "mxfp4" else 0.05)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "fp8, Qwen3's blocks"])
+def test_they_are_dequantised_where_that_is_asked_for(kind: str, tmp_path: Path) -> None:
+    files, plain = write_quantised(tmp_path, kind)
+    ours, theirs = load_model(files, quantization="none"), load_model(plain)
+    assert (ours.model.forms, ours.config.quantization) == ([], None)
+    for name, parameter in theirs.model.named_parameters():
+        torch.testing.assert_close(ours.model.get_parameter(name), parameter)
+    assert len(ours.notes) == 1 and ours.notes[0].endswith(": quantization='none'")
+    assert load_plan(files, quantization="none") == (load_config(plain), {})
+    assert load_model(plain, quantization="none").notes == ()
 
 
 def test_a_flag_says_what_the_files_say(tmp_path: Path) -> None:
