@@ -9,26 +9,30 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Same as the reference; the last dimension must be dense."""
-    size = x.shape[-1]
-    flat = x.reshape(-1, size)
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    _rms_norm[(len(flat),)](flat, weight, out, flat.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_warps(block))
-    return out.view(x.shape)
+    """Same as the reference; the last dimension must be dense. Queries or keys [T, H, d] are read where their product
+    left them, among the others."""
+    size, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    rows = x if x.ndim == 3 else x.reshape(1, -1, size)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm[(x.numel() // size,)](
+        rows, weight, out, *rows.stride()[:2], rows.shape[1], eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+    )
+    return out
 
 
 def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-@triton.jit
-def _rms_norm(x, weight, out, row_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["inner"])
+def _rms_norm(x, weight, out, outer_stride, inner_stride, inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``inner`` rows follow one another at one stride, and so many again at another."""
+    row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    wide = tl.load(x + row * row_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    place = x + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    wide = tl.load(place + column, mask=column < SIZE, other=0.0).to(tl.float32)
     normed = normalised(wide, weight, column, eps, SIZE)
-    tl.store(out + row * SIZE + column, normed, mask=column < SIZE)
+    tl.store(out + row.to(tl.int64) * SIZE + column, normed, mask=column < SIZE)
 
 
 @triton.jit
