@@ -44,14 +44,19 @@ REUSE_CASES = {
 """Cases of reuse by the engine that they share."""
 MODULE = "benchmarks.peer.bench_vllm"
 MOST = 32
-"""Sequences of ``auto``, as far as they fit."""
+"""Sequences of ``auto``, as far as they fit; those of a batch that no graph was captured for run in the next larger."""
 ROOM = 256
 """Tokens of a sequence beside the longest prompt, where that only decodes."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of ``256x1024+256`` or ``16x61440``, 0 for ``auto``."""
-    return tuple(map(int, re.split("[x+]", text.replace("auto", "0"))))
+    """The numbers of ``256x1024+256`` or ``16x61440``."""
+    return tuple(map(int, re.split("[x+]", text)))
+
+
+def decoding(text: str) -> tuple[int, ...]:
+    """The numbers of ``16x61440``, 0 for ``auto``."""
+    return numbers(text.replace("auto", "0"))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,7 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=lambda text: [*map(int, text.split(","))], default=[], help="tokens")
     parser.add_argument("--cases", type=numbers, nargs="+", default=[], help="requests x prompt + answer tokens")
-    parser.add_argument("--decode", type=numbers, nargs="+", default=[], help="sequences, or auto, x tokens")
+    parser.add_argument("--decode", type=decoding, nargs="+", default=[], help="sequences, or auto, x tokens")
     parser.add_argument("--reuse", action="store_true", help="requests of one document, at once and one by one")
     parser.add_argument("--reuse-off", action="store_true", help="those at once, of which each computes all")
     parser.add_argument("--offload-gib", type=float, help="of host memory, which evicted documents come back from")

@@ -40,7 +40,7 @@ FIDELITY = (("model", "kv", "prompts", "prompt_tokens", "new_tokens"), ("kl", "k
 RULER = (("model", "kv", "length", "samples", "tasks"), ("score", "stderr", "difference", "difference_stderr"))
 WEIGHTS = (
     ("model", "format", "kv", "gpus", "context", "batch"),
-    ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "kv_gib_per_sequence", "load_s", "engine"),
+    ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "kv_gib_per_sequence", "load_s", "engine", *REPLAYED),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
 """Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,

@@ -125,7 +125,6 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     """One cell; if it does not fit, a row that says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
     cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
-    cell["replayed_density"] = replayed_density(args.replay, context)
     try:
         count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
         cell["batch"] = count
@@ -135,7 +134,9 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         cell["spec"] = asdict(engine.cache.spec)
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
-        replay_blocks(engine, replayed_density(args.replay, context))
+        density = replayed_density(args.replay, context)
+        cell["replayed_density"] = density if engine.cache.spec.prefill == "sparse" else None
+        replay_blocks(engine, density)
         cell |= run(args, engine, count, context)
     except (MemoryError, torch.OutOfMemoryError) as error:
         cell["status"] = f"out of memory: {str(error).splitlines()[0]}"

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.sweeps import throughput
-from benchmarks.sweeps.engines import ENGINE, about_spec, densities_of, in_fresh_process, replayed_density
+from benchmarks.sweeps.engines import ENGINE, about_spec, densities_of, in_fresh_process
 from benchmarks.sweeps.rows import WEIGHTS, Rows
 from shadowkv.engine.config import policy_name
 from shadowkv.engine.startup.loading import load_from_config
@@ -39,7 +39,7 @@ PLAIN = "plain"
 def measure(args: argparse.Namespace, form: str) -> None:
     """The rows of one form."""
     args.quantization = None if form == PLAIN else form
-    rows = Rows(args.out, WEIGHTS)
+    rows = Rows(args.out, WEIGHTS, replayed=())
     start = time.perf_counter()
     loaded = load_from_config(throughput.config_of(args, args.kv[0], 1, max(context for _, context in args.cells)))
     torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, form: str) -> None:
         for kv in args.kv:
             count = batch or throughput.fitting(args, loaded, kv, context)
             row = {"model": Path(args.model).name, "format": name, "kv": kv, "gpus": loaded.shard.size}
-            row |= {"context": context, "batch": count, "replayed_density": replayed_density(args.replay, context)}
+            row |= {"context": context, "batch": count}
             if rows.has(row):
                 continue
             cell = throughput.measure(args, loaded, kv, context, str(count))
@@ -65,6 +65,7 @@ def measure(args: argparse.Namespace, form: str) -> None:
                 "kv_gib_per_sequence": cell["device_gib_per_sequence"],
                 "load_s": seconds,
                 "engine": ENGINE,
+                "replayed_density": cell["replayed_density"],
             }
             rows.add(row | figures | about_spec(KVSpec(**cell["spec"]), provenance()["gpu"] or "cpu"))
             gc.collect()

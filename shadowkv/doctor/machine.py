@@ -23,7 +23,7 @@ from shadowkv.ops.cuda_compiler import OLDEST_TORCH, CompilerNotFound, find_comp
 from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_missing, cuda_of_driver, dotted
 
 DRIVER = Path("/proc/driver/nvidia/version")
-EXTRAS = ("json", "page", "hf", "eval", "otel", "ray")
+EXTRAS = ("json", "page", "gpu", "hf", "eval", "otel", "ray")
 """Those that users ask for."""
 
 

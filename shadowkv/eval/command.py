@@ -67,6 +67,8 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
 
 def _compare(args: argparse.Namespace, command: list[str]) -> None:
     loaded, policies, model = _load(args, args.prompt_tokens + args.new_tokens)
+    if args.unquantized_reference and not loaded.model.forms and loaded.config.quantization is None:
+        raise ValueError("--unquantized-reference has no meaning here: no weight is quantised")
     if args.exact_tails:
         policies = with_exact_tails(policies, args.new_tokens)
     prompts = fidelity.cut(args, loaded)
@@ -76,11 +78,7 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
         settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)
     need = args.prompt_tokens + args.new_tokens
-    leading = None
-    if args.unquantized_reference:
-        if not loaded.model.forms and loaded.config.quantization is None:
-            raise ValueError("--unquantized-reference has no meaning here: no weight is quantised")
-        leading = load_from_config(_config(args, need, DEQUANTISED))
+    leading = load_from_config(_config(args, need, DEQUANTISED)) if args.unquantized_reference else None
     measured = fidelity.measure(args, loaded, policies, prompts, model, leading)
     if args.vary:
         fidelity.write_divergence_ablation(args.vary.field, measured, model, args.prompt_tokens, args.out)

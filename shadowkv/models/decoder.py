@@ -182,7 +182,8 @@ class Decoder(nn.Module):
 
     def bytes_read(self, batch: int) -> float:
         """Bytes of the weights that a decode step of ``batch`` sequences reads: of an embedding table that is not also
-        the head, only rows; of experts those that are expected where all are chosen equally often."""
+        the head, only rows; of experts those that are expected where all are chosen equally often. Rows that are packed
+        twice count twice: models that plans ask are not packed."""
         read = self.num_bytes - self._looked_up_bytes
         if self.config.experts is None:
             return read

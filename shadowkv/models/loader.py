@@ -435,7 +435,8 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
 
     Missing host memory would be granted, and the process killed while it is filled.
     """
-    need, free = outline.num_bytes, free_bytes(device)
+    need = outline.num_packed_bytes if device.type == "cuda" else outline.num_bytes
+    free = free_bytes(device)
     if need > free:
         plain = sum(parameter.nbytes for parameter in outline.parameters() if parameter.dtype == torch.float32)
         halved = need - plain // 2 <= free
