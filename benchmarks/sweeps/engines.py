@@ -43,13 +43,8 @@ def sweep_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--prefill", nargs="+", default=["auto"], choices=("dense", "sparse", "auto"))
-    parser.add_argument(
-        "--quantization",
-        nargs="+",
-        default=["none"],
-        choices=QUANTIZATIONS,
-        help="of weights; none: as files have them",
-    )
+    text = "of the weights; none: as files have them (default: %(default)s)"
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=QUANTIZATIONS, help=text)
     parser.add_argument(
         "--replay",
         nargs="+",

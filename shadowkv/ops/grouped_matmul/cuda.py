@@ -19,8 +19,8 @@ MULTIPLE = 8
 MOST_EXPERTS = 1023
 
 FEW = 32
-"""Rows of an expert, in the mean, up to which Triton's kernel was measured, and was faster: its tiles are lower. Those of
-experts on other ranks count, too, as how many they are is not known on the host."""
+"""Rows of an expert, in the mean, up to which Triton's kernel was measured, and was faster: its tiles are lower. Those
+of experts on other ranks count, too, as how many they are is not known on the host."""
 
 
 def missing() -> list[str]:
