@@ -91,7 +91,10 @@ def main() -> int:
     if args.engine:
         child(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_model(args.model, args.config, args.quantization)
+    try:
+        write_model(args.model, args.config, args.quantization)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
     well = True
     asked = {
         "serve": args.contexts or args.cases,

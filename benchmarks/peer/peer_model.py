@@ -57,11 +57,15 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 
 
 def write_model(folder: Path, config: Path | None = None, quantization: str = "none") -> None:
-    """Makes the folder that an engine loads, with the shapes of a ``config`` file; None for Llama-3.1-8B's."""
+    """Makes the folder that an engine loads, with the shapes of a ``config`` file; None for Llama-3.1-8B's. Raises
+    ValueError for a type of model whose class is not known here."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes = CONFIG
     if config is not None:
         given = json.loads(config.read_text(encoding="utf-8"))
+        if given["model_type"] not in ARCHITECTURES:
+            known = " and ".join(ARCHITECTURES)
+            raise ValueError(f"{config} has the model_type {given['model_type']!r}; {known} are known: ARCHITECTURES")
         shapes = given | {"architectures": [ARCHITECTURES[given["model_type"]]], "torch_dtype": "bfloat16"}
     if quantization == "gptq":
         shapes = shapes | {"quantization_config": GPTQ}

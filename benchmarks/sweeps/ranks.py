@@ -28,7 +28,7 @@ from benchmarks.sweeps.synthetic import begin, scatter
 from shadowkv.engine.config import EngineConfig
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.loader import load_config
+from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.plan.planner import Machine, Planner
 from shadowkv.wording import GIB
@@ -120,9 +120,10 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
     """Sequences of ``tokens`` that a GPU of this machine holds with its part of the model, as the planner counts."""
     total = torch.cuda.get_device_properties(0).total_memory
     quantization = None if cell["quantization"] == "none" else cell["quantization"]
-    shard = Shard(load_config(args.model, quantization=quantization), 0, cell["gpus"])
+    config, forms = load_plan(args.model, quantization=quantization)
+    shard = Shard(config, 0, cell["gpus"])
     machine = Machine(total / GIB, UTILIZATION, None, 1.0, 1.0)
-    planner = Planner(shard, torch.bfloat16, tokens, machine, 0.0, FETCH_BUFFER)
+    planner = Planner(shard, torch.bfloat16, tokens, machine, 0.0, FETCH_BUFFER, forms=forms)
     return planner.plan(cell["kv"], preset(cell["kv"])).largest_batch.both
 
 

@@ -64,17 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
     parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
-    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    add_timing_arguments(parser)
     parser.add_argument("--host-memory-gib", type=float, help="pinned memory (default: 85 %% of what is free)")
     parser.add_argument(
         "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
     )
     text = "where values are on the host: share of the selected chunks that the step before selected too"
     parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
-    text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
-    parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
-    parser.add_argument("--warm-prompts", type=int, default=1, choices=(0, 1, 2), help="(default: %(default)s)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args(arguments)
@@ -97,6 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     summarise(args.out)
     return 0
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of what comes before a cell's figures, and of how long its steps are timed."""
+    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
+    parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
+    text = "prompts before the one whose first token is timed (default: %(default)s)"
+    parser.add_argument("--warm-prompts", type=int, default=1, choices=(0, 1, 2), help=text)
 
 
 def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto") -> Path:

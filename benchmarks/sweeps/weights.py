@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.sweeps import throughput
-from benchmarks.sweeps.engines import ENGINE, about_spec, densities_of, in_fresh_process
+from benchmarks.sweeps.engines import ENGINE, about_spec, in_fresh_process
 from benchmarks.sweeps.rows import WEIGHTS, Rows
 from shadowkv.engine.config import policy_name
 from shadowkv.engine.startup.loading import load_from_config
@@ -90,11 +90,7 @@ def main() -> int:
     text = "sequences x tokens, or auto for as many as fit (default: 1x1024 autox61440)"
     parser.add_argument("--cells", nargs="+", default=[(1, 1024), (None, 61440)], type=batch_and_context, help=text)
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
-    text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
-    parser.add_argument("--replay", type=densities_of, default={}, metavar="DENSITY", help=text)
-    parser.add_argument("--warm-prompts", type=int, default=1, choices=(0, 1, 2), help="(default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    throughput.add_timing_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args()
     args.enforce_eager, args.hit_rate, args.host_memory_gib, args.synthetic_prefill = False, None, None, True

@@ -12,9 +12,10 @@ import tokenizers
 
 from benchmarks.peer import bench_vllm, peer_reuse, vllm_server
 from benchmarks.peer.peer_drive import MEASURED, SETTLING, Driver
-from benchmarks.peer.peer_model import CONFIG, token_bytes
+from benchmarks.peer.peer_model import CONFIG, token_bytes, write_model
 from benchmarks.prefix_cache.chat_trace import TraceShape
 from benchmarks.sweeps.rows import read
+from shadowkv.models.sources import config_file
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 
 
@@ -106,6 +107,33 @@ def test_answers_that_are_too_short_have_no_figure(driver):
 def test_cases_are_written_as_requests_prompt_and_answer():
     assert bench_vllm.numbers("48x61184+512") == (48, 61184, 512)
     assert bench_vllm.numbers("16x61440") == (16, 61440)
+    assert bench_vllm.decoding("autox61440") == (0, 61440)
+    with pytest.raises(SystemExit):
+        bench_vllm.parse(["--cases", "autox1024+256", "--out", "x"])
+
+
+def test_a_batch_of_as_many_as_fit(driver, tmp_path):
+    """700 blocks of 16 tokens, one of which the engine keeps, are three sequences of 3,000 tokens and ROOM."""
+    cache, scheduler = SimpleNamespace(num_gpu_blocks=700, block_size=16), SimpleNamespace(max_num_seqs=32)
+    driver.engine.vllm_config = SimpleNamespace(cache_config=cache, scheduler_config=scheduler)
+    args = Namespace(out=tmp_path, engine="decode", decode=[(0, 3000)])
+    bench_vllm.measure(args, driver, {"engine": "vllm 0.26.0", "kv": "fp8", "quantization": "gptq"})
+    assert [one["batch"] for one in read(tmp_path / "decode.csv")] == ["3"]
+    scheduler.max_num_seqs = 2
+    assert driver.fitting(3256) == 2
+
+
+def test_shapes_of_another_model_and_weights_in_few_bits(tmp_path):
+    def written() -> dict:
+        return json.loads((tmp_path / "config.json").read_text())
+
+    write_model(tmp_path, config_file("qwen3-30b-a3b-2507"), "gptq")
+    assert written()["architectures"] == ["Qwen3MoeForCausalLM"] and written()["num_experts"] == 128
+    assert written()["quantization_config"]["group_size"] == 128
+    write_model(tmp_path)
+    assert written() == CONFIG
+    with pytest.raises(ValueError, match="has the model_type 'gemma3_text'; llama and qwen3_moe are known"):
+        write_model(tmp_path, config_file("gemma-3-27b"))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 import pytest
 import torch
 
-from benchmarks.sweeps import throughput
+from benchmarks.sweeps import throughput, weights
 from benchmarks.sweeps.throughput import fill, fitting, new_tokens
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
@@ -34,6 +34,23 @@ def test_a_batch_is_begun_as_a_whole_or_refused(room, synthetic):
         assert fill(engine, 2, 640, 20, synthetic) > 0
         assert engine.num_running == 2
         assert len(engine.step()) == 2
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+def test_prompts_before_the_timed_one_leave_nothing(warm, monkeypatch):
+    with tiny_model() as path:
+        engine = Engine(EngineConfig(model=str(path), max_num_seqs=2, max_model_len=1024, max_cached_seqs=0, **ENGINE))
+    computed, first_token = [], throughput.first_token
+    monkeypatch.setattr(throughput, "first_token", lambda *all: computed.append(all[1]) or first_token(*all))
+    fill(engine, 2, 640, 20, True, warm)
+    assert computed == ["before"] * warm + ["0"] and engine.num_running == 2
+
+
+def test_cells_of_weights():
+    assert [weights.batch_and_context(text) for text in ("1x1024", "autox61440")] == [(1, 1024), (None, 61440)]
+    for text in ("0x1024", "x1024", "auto", "1x"):
+        with pytest.raises(ArgumentTypeError, match="is not sequences x tokens, as 1x1024, or autox61440"):
+            weights.batch_and_context(text)
 
 
 TOTAL = 20 * GIB
