@@ -19,7 +19,7 @@ from shadowkv.ops.grouped_matmul.triton_tiles import multiply_in_tiles
 from shadowkv.ops.grouped_quantised_matmul import humming, reference
 from shadowkv.ops.quantised_matmul.humming import compile_kernels
 
-TOKENS = (1, 4, 16, 64, 512, 4096)
+TOKENS = (1, 4, 16, 64, 512, 1024, 2048, 4096)
 ROUTINGS = 16
 """So many draws of experts one after the other: those of one token would stay in the cache."""
 

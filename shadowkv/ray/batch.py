@@ -90,9 +90,9 @@ class Replica:
 
         try:
             self._process = EngineProcess(config)  # ends with this one
+            engine = self._process.clients[0]
         except (ValueError, MemoryError, OSError) as error:  # not all of these can be sent to the driver
             raise RuntimeError(one_line(error)) from None
-        engine = self._process.clients[0]
         self._answers = LineAnswers(engine, model or engine.model_name, ServerSettings())
         self._path = path
 

@@ -38,7 +38,6 @@ class Replica:
         self._process = start_engine(config, compare)
         engine, *others = self._process.clients
         settings.check_template(engine.tokenizer.chat_template)
-        engine.tokenizer.chat_encoder.prepare()
         self._served_name = settings.served_name(engine.model_name)
         self._app = build_app(engine, self._served_name, settings, *others)
         self._id: str = serve.get_replica_context().replica_id.unique_id

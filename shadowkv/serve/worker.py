@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from shadowkv.engine.process.client import EngineClient
+from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.log_format import set_up_log
 from shadowkv.serve.app import ready_app
 from shadowkv.serve.http.counts import Counts
@@ -42,7 +43,8 @@ def main(descriptor: int, listening: int) -> int:
         launch: WorkerLaunch = control.recv()
     except (OSError, EOFError):
         return 1
-    clients = [EngineClient.of_process(facts, launch.sockets) for facts in launch.facts]
+    tokenizer = tokenizer_from_config(launch.facts[0].config)
+    clients = [EngineClient(facts, tokenizer, launch.sockets) for facts in launch.facts]
     counts = Counts(len(launch.settings.api_key), counts_file(launch.shared), launch.row)
     app = ready_app(clients, launch.served_name, launch.settings, counts)
 

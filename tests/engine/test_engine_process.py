@@ -363,4 +363,4 @@ def test_a_process_that_cannot_start_says_why_and_leaves_nothing(tiny: Path) -> 
 
     config = EngineConfig(model=str(tiny / "nowhere"), load_format="dummy", device="cpu")
     with pytest.raises(OSError, match="nowhere"):
-        EngineProcess(config)
+        _ = EngineProcess(config).clients

@@ -22,7 +22,6 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -146,11 +145,6 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @classmethod
-    def of_process(cls, facts: EngineFacts, folder: str) -> EngineClient:
-        """The client of an engine whose process has started."""
-        return cls(facts, tokenizer_from_config(facts.config), folder)
 
     def describe(self) -> list[str]:
         """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""

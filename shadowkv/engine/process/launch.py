@@ -9,27 +9,26 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.process.client import EngineClient
-from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, script
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.engine.process.facts import EngineFacts
 
 
 class EngineProcess:
-    """The process of one or two engines. It ends with this one, however that ends.
+    """The process of one or two engines. It ends with this one, however that ends. While it loads, its owner can do
+    something else.
 
     Args:
         compare: policy of a second cache over the same weights, for comparisons.
         module: what runs there: its command line has the socket to this process.
 
     Attributes:
-        facts: of its engines, the served one first.
-        clients: of them.
         folder: of its sockets, which only this user may enter.
-
-    Raises what loading the model raises, as ValueError, MemoryError or OSError; ChildProcessError where it just ends.
     """
 
     def __init__(
@@ -39,23 +38,56 @@ class EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
         self.folder = self._folder.name
         self._process, self._control = start_process(module)
-        self._ended = Future[str]()
-        self.clients: list[EngineClient] = []
+        self._config, self._ended = config, Future[str]()
+        self._facts: list[EngineFacts] = []
+        self._clients: list[EngineClient] = []
         try:
-            self.facts = self._facts(Launch(config, compare, self.folder))
-            self.clients = [EngineClient.of_process(facts, self.folder) for facts in self.facts]
+            # Imported while that process imports the same, which includes PyTorch.
+            from shadowkv.engine.process.facts import Launch, script
+
+            with suppress(OSError):  # it has ended, and why is said below
+                self._control.send(script())
+                self._control.send(Launch(config, compare, self.folder))
         except BaseException:  # Ctrl-C, for example
             self.stop(0.0)
             raise
-        for client in self.clients:
+
+    @property
+    def facts(self) -> list[EngineFacts]:
+        """Of its engines, the served one first; waits and raises as ``clients``."""
+        self._wait()
+        return self._facts
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Of its engines, the served one first. Waits until they serve; raises what loading the model raises, as
+        ValueError, MemoryError or OSError, and ChildProcessError where the process just ends."""
+        self._wait()
+        return self._clients
+
+    def _wait(self) -> None:
+        if self._clients:
+            return
+        try:
+            from shadowkv.engine.process.client import EngineClient
+            from shadowkv.engine.startup.loading import tokenizer_from_config
+
+            tokenizer = tokenizer_from_config(self._config)
+            tokenizer.chat_encoder.prepare()
+            self._facts = self._answer()
+            self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
+        except BaseException:  # Ctrl-C, for example
+            self.stop(0.0)
+            raise
+        for client in self._clients:
             self.when_it_ends(client.has_ended)
         threading.Thread(target=self._watch, name="shadowkv-engine-process", daemon=True).start()
 
-    def _facts(self, launch: Launch) -> list[EngineFacts]:
+    def _answer(self) -> list[EngineFacts]:
+        from shadowkv.engine.process.facts import NotStarted
+
         answer: Any = None
         with suppress(OSError, EOFError):
-            self._control.send(script())
-            self._control.send(launch)
             answer = self._control.recv()
         if answer is None:
             raise ChildProcessError(f"the engine's process has not started: {ending(self._process)}")
@@ -66,12 +98,12 @@ class EngineProcess:
 
     def stop(self, seconds: float) -> None:
         """Ends the process after the current step, within ``seconds``; requests in flight get EngineDead."""
-        for client in self.clients:
+        for client in self._clients:
             client.stopping = True
         with suppress(OSError):
             self._control.send(seconds)
         try:
-            self._process.wait(seconds + GRACE_SECONDS if self.clients else 0.0)
+            self._process.wait(seconds + GRACE_SECONDS if self._clients else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -80,6 +112,8 @@ class EngineProcess:
 
     def has_left(self, client: str) -> None:
         """Says that the process of a client by this name is gone: nobody waits for what it has asked for."""
+        from shadowkv.engine.process.facts import Left
+
         with suppress(OSError):
             self._control.send(Left(client))
 
