@@ -73,8 +73,8 @@ PREFERENCE = {
 """Backends by device type, fastest first; an op need not have all of them, but always has ``reference.py``."""
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
-"""The backends that call another package's attention, by what ``--attention-backend`` calls them. None is in
-``PREFERENCE`` before it was measured to be faster than what follows it there."""
+"""The backends that call another package's attention, by what ``--attention-backend`` calls them. ``auto`` asks them
+first for the head dims that a module has as ``FASTER_AT``: those where it was measured to be faster."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,9 @@ def choose(
         if find_spec(path) is None:
             continue
         module = import_module(path)
+        if attention_backend == "auto" and override is None and backend in LIBRARIES.values():
+            if case is None or case.head_dim not in getattr(module, "FASTER_AT", ()):
+                continue
         reasons: list[str] = getattr(module, "missing", lambda: [])()
         if unbuilt is None:
             unbuilt = next((reason for reason in reasons if isinstance(reason, Unbuilt)), None)
@@ -131,10 +134,9 @@ def choose(
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
     """Backends for devices of a type in the order in which they are asked."""
-    if attention_backend == "shadowkv":
-        return tuple(backend for backend in PREFERENCE[kind] if backend not in LIBRARIES.values())
-    library = LIBRARIES.get(attention_backend)
-    return PREFERENCE[kind] if library is None else (library, *PREFERENCE[kind])
+    if attention_backend == "auto":
+        return (*LIBRARIES.values(), *PREFERENCE[kind])
+    return tuple(LIBRARIES[name] for name in LIBRARIES if name == attention_backend) + PREFERENCE[kind]
 
 
 class Ops:
@@ -149,8 +151,9 @@ class Ops:
         device: where the ops will run.
         case: what they will be called with; None skips the check of what backends support.
         overrides: backend by op name, for tests and comparisons.
-        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``auto`` is ``PREFERENCE``, ``shadowkv`` the same
-            without ``LIBRARIES``; in one of these run the ops that have a backend of it which serves, others as ever.
+        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``shadowkv`` is ``PREFERENCE``, ``auto`` the same with
+            ``LIBRARIES`` before it where these are faster; in one of them run the ops that have a backend of it which
+            serves, others as ever.
 
     Attributes:
         called: ops of the case; all ops without a case.

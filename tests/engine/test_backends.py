@@ -173,10 +173,10 @@ def saved(directory: Path, config: dict[str, Any]) -> Path:
     ("config", "kv", "name"),
     [
         (GLM, "turbo:keys=lloyd-4bit", "attend_selected"),
-        ({**LLAMA, "num_attention_heads": 18, "head_dim": 64}, "turbo", "select_by_sketch"),
+        ({**LLAMA, "num_attention_heads": 36, "head_dim": 64}, "turbo", "select_by_sketch"),
         (LLAMA, "quest:mass=0.9", "select_top_chunks"),
     ],
-    ids=["coded keys, interleaved", "18 query heads", "mass"],
+    ids=["coded keys, interleaved", "18 query heads each", "mass"],
 )
 def test_references_that_need_no_host_are_captured(
     config: dict[str, Any], kv: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,10 +43,12 @@ class LowRankKeys(KeyPart):
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
         """Rank 5/32 of H*d (the paper's 160 of 1,024), but 1/2 where H*d < 512: keys of few kv heads are less low-rank.
-        Rounded up to a multiple of 32 where there is room: tensor cores take that many at a time."""
+        Those of a single one share nothing with others': it keeps all its dimensions. Rounded up to a multiple of 32
+        where there is room: tensor cores take that many at a time."""
         if spec.rank is not None:
             return spec
-        rank = round(shape.kv_dim * (1 / 2 if shape.kv_dim < 512 else 5 / 32))
+        share = 1 if shape.num_kv_heads == 1 else 1 / 2 if shape.kv_dim < 512 else 5 / 32
+        rank = round(shape.kv_dim * share)
         return replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
 
     @classmethod

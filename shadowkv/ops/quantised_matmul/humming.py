@@ -133,6 +133,18 @@ def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
     return product
 
 
+@cache
+def _import_library() -> None:
+    """Imports it without torch._dynamo, which takes seven seconds: a decorator of the library's loads that, for
+    torch.compile alone, of which nothing here is made."""
+    decorator = torch.compiler.assume_constant_result
+    torch.compiler.assume_constant_result = lambda function: function
+    try:
+        import humming  # noqa: F401
+    finally:
+        torch.compiler.assume_constant_result = decorator
+
+
 @torch.no_grad()
 def pack_rows(rows: QuantisedRows) -> PackedRows:
     """Rows [N, K] on a GPU, in a form that it ``takes``, in the library's layout, for products in bfloat16; raises
@@ -182,6 +194,7 @@ class _Layout:
     def of(rows: QuantisedRows, matrices: int, multiple: int) -> _Layout:
         """That of rows of as many matrices, whose columns are padded to multiples of ``multiple``; raises ValueError
         for sizes that kernels do not take."""
+        _import_library()
         found, count, columns = coding(rows.form), len(rows) // matrices, rows.columns
         assert found is not None
         if count % MULTIPLE or columns % MULTIPLE:
