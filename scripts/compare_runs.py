@@ -1,9 +1,9 @@
 """What two runs of a suite over the same samples differ by, where they differ in more than the policy: weights, an
 adapter, a server.
 
-``python scripts/compare_runs.py RUN OTHER`` takes two folders of ``shadowkv eval``, made with one ``--seed``, and prints
-for each length and policy the means of both, their paired difference with its 95 % interval, and how many answers are
-equal to the letter.
+``python scripts/compare_runs.py RUN OTHER`` takes two folders of ``shadowkv eval``, made with one ``--seed``, and
+prints for each length and policy the means of both, their paired difference with its 95 % interval, and how many
+answers are equal to the letter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pairs = dict[str, list[tuple[Prediction, Prediction]]]
 def predictions(folder: Path) -> dict[tuple[str, tuple[str, int, str]], Prediction]:
     """Those of a run, by policy and sample, from predictions.jsonl or the same compressed."""
     plain = folder / "predictions.jsonl"
-    with plain.open("rb") if plain.exists() else gzip.open(f"{plain}.gz") as lines:
+    with gzip.open(f"{plain}.gz") if not plain.exists() else plain.open("rb") as lines:
         found = [Prediction(**json.loads(line)) for line in lines]
     return {(each.policy, each.sample): each for each in found}
 
@@ -34,9 +34,9 @@ def paired(run: Path, other: Path) -> dict[tuple[int, str], Pairs]:
     """Predictions that both have, by length and policy; raises ValueError where there are none."""
     ours, theirs = predictions(run), predictions(other)
     pairs: dict[tuple[int, str], Pairs] = defaultdict(lambda: defaultdict(list))
-    for key in ours.keys() & theirs.keys():
-        one = ours[key]
-        pairs[one.length, one.policy][one.task].append((one, theirs[key]))
+    for key, one in ours.items():
+        if key in theirs:
+            pairs[one.length, one.policy][one.task].append((one, theirs[key]))
     if not pairs:
         raise ValueError(f"{run} and {other} have no sample and policy in common")
     return dict(sorted(pairs.items()))

@@ -116,9 +116,9 @@ def choose(
         if find_spec(path) is None:
             continue
         module = import_module(path)
-        if attention_backend == "auto" and override is None and backend in LIBRARIES.values():
-            if case is None or case.head_dim not in getattr(module, "FASTER_AT", ()):
-                continue
+        unasked = attention_backend == "auto" and override is None and backend in LIBRARIES.values()
+        if unasked and (case is None or case.head_dim not in getattr(module, "FASTER_AT", ())):
+            continue
         reasons: list[str] = getattr(module, "missing", lambda: [])()
         if unbuilt is None:
             unbuilt = next((reason for reason in reasons if isinstance(reason, Unbuilt)), None)
@@ -151,8 +151,8 @@ class Ops:
         device: where the ops will run.
         case: what they will be called with; None skips the check of what backends support.
         overrides: backend by op name, for tests and comparisons.
-        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``shadowkv`` is ``PREFERENCE``, ``auto`` the same with
-            ``LIBRARIES`` before it where these are faster; in one of them run the ops that have a backend of it which
+        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``shadowkv`` is ``PREFERENCE``, ``auto`` the same,
+            after ``LIBRARIES`` where these are faster; in one of them run the ops that have a backend of it which
             serves, others as ever.
 
     Attributes:

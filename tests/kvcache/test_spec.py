@@ -32,14 +32,14 @@ tokens = st.integers(1, 300_000)
         (4, 128, 96),
         (8, 64, 96),
         (3, 64, 96),
-        (1, 128, 64),
+        (1, 128, 128),
         (7, 72, 256),
         (9, 64, 96),
         (2, 64, 64),
         (32, 128, 640),
     ],
 )
-def test_default_rank_is_5_of_32_but_half_of_small_widths_in_steps_of_32(heads, dim, rank):
+def test_default_rank_is_5_of_32_but_half_of_small_widths_and_all_of_one_head_in_steps_of_32(heads, dim, rank):
     assert resolve(KVSpec(keys="low-rank"), ModelShape(1, heads, heads, dim)).rank == rank
 
 
