@@ -19,8 +19,8 @@ MULTIPLE = 8
 MOST_EXPERTS = 1023
 
 FEW = 128
-"""Rows of an expert, in the mean, up to which Triton's kernel is faster, as its tiles are lower: it takes 13 to 17 % less
-time there, and 7 to 13 % more at 256 rows. Those of experts on other ranks count, too, as how many they are is not
+"""Rows of an expert, in the mean, up to which Triton's kernel is faster, as its tiles are lower: it takes 13 to 17 %
+less time there, and 7 to 13 % more at 256 rows. Those of experts on other ranks count, too, as how many they are is not
 known on the host."""
 
 

@@ -15,8 +15,8 @@ from shadowkv.ops.block_attention.flashinfer import missing, supports
 __all__ = ["FASTER_AT", "missing", "ragged_attention", "supports"]
 
 FASTER_AT = (256,)
-"""Head dims at which it takes less than 0.7 of Triton's time on an H200. Ours takes 1.06 to 1.26 of its time at 128, and
-0.86 to 1.0 at 64, for which nobody should wait while kernels compile."""
+"""Head dims at which it takes less than 0.7 of Triton's time on an H200. Ours takes 1.06 to 1.26 of its time at 128,
+and 0.86 to 1.0 at 64, for which nobody should wait while kernels compile."""
 
 WORKSPACE = 128 * 2**20
 """Bytes for partial results, as many as the library recommends."""
