@@ -61,7 +61,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         pairs = paired(args.run, args.other)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError, EOFError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'length':>7} {'policy':24} {'run':>6} {'other':>6}  {'difference':24} equal answers")

@@ -134,9 +134,10 @@ def choose(
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
     """Backends for devices of a type in the order in which they are asked."""
-    if attention_backend == "auto":
+    if attention_backend == "auto" and kind == "cuda":
         return (*LIBRARIES.values(), *PREFERENCE[kind])
-    return tuple(LIBRARIES[name] for name in LIBRARIES if name == attention_backend) + PREFERENCE[kind]
+    library = LIBRARIES.get(attention_backend)
+    return PREFERENCE[kind] if library is None else (library, *PREFERENCE[kind])
 
 
 class Ops:

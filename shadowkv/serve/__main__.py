@@ -70,26 +70,26 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             else:
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bind(args.host, args.port))
-                workers = stack.enter_context(Workers(args.api_server_count, settings))
             process = start(config, args.compare)
             stack.callback(process.stop, SHUTDOWN_SECONDS)
-            # Imported while the engine loads.
-            if args.input is not None:
-                from shadowkv.serve.batch.answers import run_batch
-            else:
-                from shadowkv.serve.app import serve
+            if args.input is None and args.api_server_count == 1:  # others have metrics that are shared first
+                import shadowkv.serve.app  # noqa: F401  # takes a second, while the engine loads
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
             name = settings.served_name(engine.model_name)
             if args.input is None:
-                workers.start(process, name, listener)
+                workers = stack.enter_context(Workers(args.api_server_count, process, name, listener, settings))
         except (ValueError, MemoryError, OSError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             return 2
         for line in engine.describe():
             print(line, flush=True)
         if args.input is not None:
+            from shadowkv.serve.batch.answers import run_batch
+
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
+        from shadowkv.serve.app import serve
+
         serve(process, name, listener, workers)
     return 0
 

@@ -128,7 +128,6 @@ def add_middleware(
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
     """The application of the first engine, with a second one, if any, that its answers are compared with, in a process
     that does nothing else."""
-    engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     gc.collect()
     gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s

@@ -73,8 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
     """The process of an engine and, if there is a policy to compare it with, of one with that policy on the same
-    weights, for two sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank
-    cannot start. ``module`` as for ``EngineProcess``."""
+    weights, for two sequences: a running one and a kept one. ``module`` as for ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help needs no PyTorch, which takes seconds.
     from shadowkv.engine.process.launch import EngineProcess

@@ -44,6 +44,7 @@ def main(descriptor: int, listening: int) -> int:
     except (OSError, EOFError):
         return 1
     tokenizer = tokenizer_from_config(launch.facts[0].config)
+    tokenizer.chat_encoder.prepare()  # as in the first process (launch.py)
     clients = [EngineClient(facts, tokenizer, launch.sockets) for facts in launch.facts]
     counts = Counts(len(launch.settings.api_key), counts_file(launch.shared), launch.row)
     app = ready_app(clients, launch.served_name, launch.settings, counts)

@@ -82,10 +82,13 @@ class Workers:
         settings: with a folder that all of them share for what clients have them keep.
 
     With more than one, metrics are shared from here on: ``prometheus_client`` must not have been imported before.
+    Raises ChildProcessError where one does not start.
     """
 
-    def __init__(self, count: int, settings: ServerSettings) -> None:
-        self._count, self._seconds = count, settings.shutdown_timeout + END_SECONDS
+    def __init__(
+        self, count: int, process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings
+    ) -> None:
+        self._process, self._seconds = process, settings.shutdown_timeout + END_SECONDS
         self._workers: list[_Worker] = []
         self._draining_since: float | None = None
         self._exit = ExitStack()
@@ -95,26 +98,25 @@ class Workers:
             self.counts = Counts(keys)
             return
         # Beside the engine's, which is gone where the engine has died and the rest goes on.
-        self._folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
-        Counts.create(counts_file(self._folder), keys, count)
-        self.counts = Counts(keys, counts_file(self._folder))
+        folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
+        Counts.create(counts_file(folder), keys, count)
+        self.counts = Counts(keys, counts_file(folder))
         if settings.storage_dir is None and settings.storage_mib:
-            self.settings = replace(settings, storage_dir=str(Path(self._folder) / "kept"))
-        metrics = Path(self._folder) / "metrics"
+            self.settings = settings = replace(settings, storage_dir=str(Path(folder) / "kept"))
+        metrics = Path(folder) / "metrics"
         metrics.mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-
-    def start(self, process: EngineProcess, served_name: str, listener: socket.socket) -> None:
-        """Starts them, once the engine serves, and returns when they do; raises ChildProcessError where one does not
-        start."""
-        for row in range(1, self._count):
-            launch = WorkerLaunch(process.facts, process.folder, self._folder, served_name, self.settings, row)
-            self._start(launch, listener)
+        try:
+            for row in range(1, count):
+                self._start(WorkerLaunch(process.facts, process.folder, folder, served_name, settings, row), listener)
+            for worker in self._workers:
+                self._wait_until_ready(worker)
+        except BaseException:  # Ctrl-C, for example
+            self._end()
+            raise
+        process.when_it_ends(self._tell_all)
         for worker in self._workers:
-            self._wait_until_ready(worker)
-        for worker in self._workers:
-            process.when_it_ends(worker.tell)
-            threading.Thread(target=self._watch, args=(worker, process), name="shadowkv-worker", daemon=True).start()
+            threading.Thread(target=self._watch, args=(worker,), name="shadowkv-worker", daemon=True).start()
 
     def _start(self, launch: WorkerLaunch, listener: socket.socket) -> None:
         process, control = start_process("shadowkv.serve.worker", listener.fileno())
@@ -130,14 +132,14 @@ class Workers:
         except (OSError, EOFError) as error:
             raise _not_started(worker) from error
 
-    def _watch(self, worker: _Worker, process: EngineProcess) -> None:
+    def _watch(self, worker: _Worker) -> None:
         from prometheus_client.multiprocess import mark_process_dead
 
         worker.process.wait()
         if self._draining_since is not None:
             return
         for client in worker.clients:
-            process.has_left(client)
+            self._process.has_left(client)
         self.counts.clear(worker.row)
         mark_process_dead(worker.process.pid)
         logger.error("a process for HTTP has ended (%s); it is not started again", ending(worker.process))
@@ -167,6 +169,9 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._draining_since = self._draining_since or monotonic()
         for worker in self._workers:
             worker.process.kill()

@@ -50,7 +50,8 @@ def test_the_same_requests_with_a_server_and_without(tmp_path: Path, capsys: pyt
         assert [(row["engine"], row["case"]) for row in rows] == served + direct
         assert [row["rate"] for row in rows] == ["20", "20", "", "8", "12", "2", "20", ""]
         for row in rows:
-            assert 0 < float(row["ttft_mean_ms"]) <= float(row["ttft_p99_ms"]) and float(row["tpot_mean_ms"]) > 0
+            assert 0 < float(row["ttft_mean_ms"]) <= float(row["ttft_p99_ms"])
+            assert float(row["tpot_mean_ms"]) > 0 or row["case"] == "at-once", "whose few tokens may be read together"
         details = json.loads((tmp_path / "shadowkv-tiny-poisson.json").read_text(encoding="utf-8"))
         assert f"-m shadowkv.serve --port {PORT} --model={model}" in details["server_command"]
         assert details["server"]["kv"] == "shadowkv" and details["client_versions"]["torch"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +21,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.outputs import TextOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.client import EngineClient
+from shadowkv.engine.process.launch import EngineProcess
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
 from tests.local_engine import LocalEngine
 
@@ -358,9 +361,23 @@ def test_a_fault_in_a_question_is_told_rather_than_waited_for(
     run(work())
 
 
-def test_a_process_that_cannot_start_says_why_and_leaves_nothing(tiny: Path) -> None:
-    from shadowkv.engine.process.launch import EngineProcess
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [({"model": "nowhere"}, OSError, "nowhere"), ({"max_model_len": 10**6}, ValueError, "max_model_len=1000000")],
+    ids=["here", "in the engine's process"],
+)
+def test_a_process_that_cannot_start_says_why_and_leaves_nothing(
+    tiny: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    settings = {"model": str(tiny), "load_format": "dummy", "device": "cpu", **changes}
+    process = EngineProcess(EngineConfig(**settings))
+    with pytest.raises(error, match=words):
+        _ = process.clients
+    assert not Path(process.folder).exists()
+    assert process._process.poll() is not None
 
-    config = EngineConfig(model=str(tiny / "nowhere"), load_format="dummy", device="cpu")
-    with pytest.raises(OSError, match="nowhere"):
-        _ = EngineProcess(config).clients
+
+def test_starting_an_engine_needs_no_pytorch_before_its_process() -> None:
+    """Both then import it at the same time."""
+    code = "import sys, shadowkv.engine.process.launch\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

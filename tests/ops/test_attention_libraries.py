@@ -186,6 +186,8 @@ def test_auto_takes_a_library_where_it_was_measured_to_be_faster(installed: None
     wide = replace(CASE, head_dim=256)
     for case in (CASE, replace(CASE, head_dim=64), replace(wide, dtype=torch.float32)):
         assert Ops("cuda", case).backends == Ops("cuda", case, attention_backend="shadowkv").backends
+    on_cpu = Ops("cpu", wide)
+    assert on_cpu.backends["causal_attention"] == "reference" and not on_cpu.reasons["causal_attention"]
     found, ours = Ops("cuda", wide).backends, Ops("cuda", wide, attention_backend="shadowkv").backends
     others = {op: backend for op, backend in found.items() if backend != ours[op]}
     assert others == {"causal_attention": "flashinfer", "ragged_attention": "flashinfer"}

@@ -209,7 +209,8 @@ def test_experts_are_looped_over_in_float32_alone(
     ],
 )
 def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], causal: str, block: str) -> None:
-    ops = Ops("cuda", replace(INT4, ops=frozenset({"block_attention", "causal_attention"}), **changes))
+    case = replace(INT4, ops=frozenset({"block_attention", "causal_attention"}), **changes)
+    ops = Ops("cuda", case, attention_backend="shadowkv")
     assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == (causal, block)
     if causal != "cuda_sm90_flash":
         assert ops.reasons["causal_attention"][0].startswith("cuda_sm90_flash: ")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
 from shadowkv.ops.registry import Ops
 
+ROOT = Path(__file__).resolve().parents[2]
 KEPT: dict[str, QuantisedRows] = {}
 
 
@@ -103,3 +107,23 @@ def test_rows_are_looked_up_beside_products(matrix: QuantisedMatrix) -> None:
 def test_sizes_that_kernels_do_not_take_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="multiples of 8, not 5 x 64"):
         pack_rows(random_rows(FORMS["int4"], 5, 64))
+
+
+def test_the_library_is_imported_without_pytorchs_compiler(tmp_path: Path) -> None:
+    """And what its decorator is to others stays as it was, whatever becomes of the import."""
+    package = tmp_path / "humming"
+    package.mkdir()
+    decorated = "import torch\n@torch.compiler.assume_constant_result\ndef number(): return 3\n"
+    (package / "__init__.py").write_text(f"{decorated}assert number() == 3\nraise ImportError('not whole')\n")
+    code = """
+import sys, torch
+from shadowkv.ops.quantised_matmul.humming import _import_library
+before = torch.compiler.assume_constant_result
+try:
+    _import_library()
+except ImportError as error:
+    assert "not whole" in str(error)
+assert torch.compiler.assume_constant_result is before and "torch._dynamo" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)

@@ -132,8 +132,17 @@ def test_flags(capsys, flags):
 
 
 def test_interrupt_while_loading(monkeypatch, capsys):
-    def load(config, compare):
-        raise KeyboardInterrupt
+    class Loading:
+        stopped = False
 
-    monkeypatch.setattr(command, "start_engine", load)
+        @property
+        def clients(self):
+            raise KeyboardInterrupt
+
+        def stop(self, seconds):
+            self.stopped = True
+
+    process = Loading()
+    monkeypatch.setattr(command, "start_engine", lambda config, compare: process)
     assert command.main(["--port", "0"]) == 130
+    assert process.stopped

@@ -128,7 +128,8 @@ def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Sig
         one.assert_nothing_is_left(family)
 
 
-def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path, seconds: float) -> None:
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={tiny_model}", "--load-format=dummy"]
     with TemporaryDirectory(prefix="two-") as folder:
         environment = {**os.environ, "TMPDIR": folder}
@@ -138,7 +139,7 @@ def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path)
             try:
                 seconds_until(lambda: psutil.Process(process.pid).children())
                 (engine,) = psutil.Process(process.pid).children()
-                time.sleep(0.3)  # the first message is on its way
+                time.sleep(seconds)  # the first message may be on its way
             finally:
                 process.kill()
         seconds_until(lambda: is_gone(engine))

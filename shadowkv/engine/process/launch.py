@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
@@ -34,17 +34,18 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, compare: str | None = None, module: str = "shadowkv.engine.process.main"
     ) -> None:
-        # Removed when this process ends, or by the engine's, which outlives it.
-        self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
-        self.folder = self._folder.name
         self._process, self._control = start_process(module)
         self._config, self._ended = config, Future[str]()
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
+        self._exit = ExitStack()
         try:
             # Imported while that process imports the same, which includes PyTorch.
             from shadowkv.engine.process.facts import Launch, script
 
+            # Removed when this process ends, or by the engine's, which outlives it and is told of it at once.
+            folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
+            self.folder = self._exit.enter_context(folder)
             with suppress(OSError):  # it has ended, and why is said below
                 self._control.send(script())
                 self._control.send(Launch(config, compare, self.folder))
@@ -73,7 +74,7 @@ class EngineProcess:
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
             tokenizer = tokenizer_from_config(self._config)
-            tokenizer.chat_encoder.prepare()
+            tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
         except BaseException:  # Ctrl-C, for example
@@ -108,7 +109,7 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         self._control.close()
-        self._folder.cleanup()
+        self._exit.close()
 
     def has_left(self, client: str) -> None:
         """Says that the process of a client by this name is gone: nobody waits for what it has asked for."""

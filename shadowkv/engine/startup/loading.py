@@ -95,8 +95,8 @@ def give_ops(
     sampler are to be made with the same."""
     also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
     ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
-    if others := sorted(LIBRARIES.keys() & {ops.backends[name].replace("_", "-") for name in ops.called}):
-        logger.info("%s compiles every kernel the first time that it is needed, for a minute or two", others[0])
+    if "flashinfer" in {ops.backends[name] for name in ops.called}:
+        logger.info("FlashInfer compiles kernels that it has not compiled here before, a minute or two each")
     loaded.model.use(ops)
     return ops
 

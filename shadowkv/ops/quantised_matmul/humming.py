@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -133,16 +134,20 @@ def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
     return product
 
 
+_importing = Lock()
+
+
 @cache
 def _import_library() -> None:
     """Imports it without torch._dynamo, which takes seven seconds: a decorator of the library's loads that, for
     torch.compile alone, of which nothing here is made."""
-    decorator = torch.compiler.assume_constant_result
-    torch.compiler.assume_constant_result = lambda function: function
-    try:
-        import humming  # noqa: F401
-    finally:
-        torch.compiler.assume_constant_result = decorator
+    with _importing:
+        decorator = torch.compiler.assume_constant_result
+        torch.compiler.assume_constant_result = lambda function: function
+        try:
+            import humming  # noqa: F401
+        finally:
+            torch.compiler.assume_constant_result = decorator
 
 
 @torch.no_grad()
@@ -194,13 +199,13 @@ class _Layout:
     def of(rows: QuantisedRows, matrices: int, multiple: int) -> _Layout:
         """That of rows of as many matrices, whose columns are padded to multiples of ``multiple``; raises ValueError
         for sizes that kernels do not take."""
-        _import_library()
         found, count, columns = coding(rows.form), len(rows) // matrices, rows.columns
         assert found is not None
         if count % MULTIPLE or columns % MULTIPLE:
             raise ValueError(
                 f"weights in {rows.form.name} need sizes in multiples of {MULTIPLE}, not {count} x {columns}"
             )
+        _import_library()
         multiple = max(multiple, found.group or 0)
         high, wide = -(-count // ROWS) * ROWS, -(-columns // multiple) * multiple
         shared = False
