@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3, metavar="N", help="starts (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8141, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/start"), metavar="FOLDER", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/start"), metavar="FOLDER", help="for logs")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of shadowkv serve")
     args = parser.parse_args(argv)
     for number in range(args.times):
