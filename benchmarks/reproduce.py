@@ -11,7 +11,6 @@ where it was stopped.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from shadowkv.eval.records.predictions import Prediction, PredictionFile, write_text
+from shadowkv.eval.records.predictions import Prediction, PredictionFile, read_predictions, write_text
 from shadowkv.eval.reports.statistics import mean_and_error
 
 RECORDED = Path(__file__).parent / "results" / "h200"
@@ -62,8 +61,7 @@ class Column:
 
     def predictions(self) -> list[Prediction]:
         """The record, all lengths."""
-        with gzip.open(RECORDED / self.folder / "predictions.jsonl.gz", "rt", encoding="utf-8") as file:
-            return [Prediction(**json.loads(line)) for line in file]
+        return read_predictions(RECORDED / self.folder)
 
     def seconds(self) -> float:
         """What it took when it was recorded: prefills, which policies of a run share, and what each took by itself."""

@@ -9,34 +9,24 @@ answers are equal to the letter.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.records.predictions import Prediction, read_predictions
 from shadowkv.eval.reports.statistics import mean_and_error, paired_interval
 
 Pairs = dict[str, list[tuple[Prediction, Prediction]]]
 """By task."""
 
 
-def predictions(folder: Path) -> dict[tuple[str, tuple[str, int, str]], Prediction]:
-    """Those of a run, by policy and sample, from predictions.jsonl or the same compressed."""
-    plain = folder / "predictions.jsonl"
-    with gzip.open(f"{plain}.gz") if not plain.exists() else plain.open("rb") as lines:
-        found = [Prediction(**json.loads(line)) for line in lines]
-    return {(each.policy, each.sample): each for each in found}
-
-
 def paired(run: Path, other: Path) -> dict[tuple[int, str], Pairs]:
     """Predictions that both have, by length and policy; raises ValueError where there are none."""
-    ours, theirs = predictions(run), predictions(other)
+    theirs = {(each.policy, each.sample): each for each in read_predictions(other)}
     pairs: dict[tuple[int, str], Pairs] = defaultdict(lambda: defaultdict(list))
-    for key, one in ours.items():
-        if key in theirs:
-            pairs[one.length, one.policy][one.task].append((one, theirs[key]))
+    for one in read_predictions(run):
+        if (answer := theirs.get((one.policy, one.sample))) is not None:
+            pairs[one.length, one.policy][one.task].append((one, answer))
     if not pairs:
         raise ValueError(f"{run} and {other} have no sample and policy in common")
     return dict(sorted(pairs.items()))
@@ -61,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         pairs = paired(args.run, args.other)
-    except (ValueError, TypeError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'length':>7} {'policy':24} {'run':>6} {'other':>6}  {'difference':24} equal answers")

@@ -93,18 +93,21 @@ def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) ->
     graphs, cache, runner = engine.runner.graphs, engine.cache, engine.runner
     if graphs is None:
         return
-    began, free, nbytes, longest = time.monotonic(), free_bytes(engine.device), 0, 0
+    began, free, longest = time.monotonic(), free_bytes(engine.device), 0
     most = engine.config.max_num_seqs
     batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
     before = len(graphs.graphs)
 
+    def spent() -> tuple[float, int]:
+        return time.monotonic() - began, free - free_bytes(engine.device)
+
     def ended() -> bool:
-        full, late = len(graphs.graphs) >= MOST_GRAPHS // 2, time.monotonic() - began > GRID_SECONDS
-        return full or late or nbytes > GRID_BYTES or stopped()
+        seconds, nbytes = spent()
+        full = len(graphs.graphs) >= MOST_GRAPHS // 2
+        return full or seconds > GRID_SECONDS or nbytes > GRID_BYTES or stopped()
 
     with interrupts_deferred() as interruptible, current(engine.device):
         for tokens in _lengths(engine):
-            nbytes = free - free_bytes(engine.device)  # once a length, as looking frees what the next step needs
             if ended() or not cache.demand(tokens, tokens + 1).within(cache.free):
                 break
             sequence = cache.allocate(tokens, tokens + 1)
@@ -123,14 +126,15 @@ def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) ->
                     runner.prepare_mixed(sequence, tokens, rows, batch)
             finally:
                 cache.release(sequence)
+    seconds, nbytes = spent()
     logger.info(
         "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when they are met",
         len(graphs.graphs) - before,
         counted(len(batches), "batch size"),
         most,
         f"{longest:,}",
-        time.monotonic() - began,
-        (free - free_bytes(engine.device)) / MIB,
+        seconds,
+        nbytes / MIB,
     )
 
 

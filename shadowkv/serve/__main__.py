@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             process = start(config, args.compare)
             stack.callback(process.stop, SHUTDOWN_SECONDS)
             if args.input is None and args.api_server_count == 1:  # others have metrics that are shared first
-                import shadowkv.serve.app  # noqa: F401  # takes a second, while the engine loads
+                import_module("shadowkv.serve.app")  # takes a second, while the engine loads
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
             name = settings.served_name(engine.model_name)

@@ -99,11 +99,11 @@ def test_the_grid_ends_at_its_limits(
         monkeypatch.setattr(warmup, "MOST_GRAPHS", 2)
     with caplog.at_level(logging.INFO, "shadowkv.engine"):
         capture_grid(engine, lambda: limit == "stopped")
-    assert len(graphs.graphs) == {"seconds": 1, "bytes": 13, "graphs": 1, "stopped": 0}[limit], "bytes: once a length"
+    assert len(graphs.graphs) == {"seconds": 1, "bytes": 3, "graphs": 1, "stopped": 0}[limit]
     assert engine.cache.free == engine.cache.total
-    (message,), longest = caplog.messages, "2,047" if limit == "bytes" else "0"
+    (message,) = caplog.messages
     assert message.startswith(
-        f"graphs: {len(graphs.graphs)}, for 6 batch sizes up to 6 and sequences of up to {longest} tokens"
+        f"graphs: {len(graphs.graphs)}, for 6 batch sizes up to 6 and sequences of up to 0 tokens"
     )
 
 

@@ -39,7 +39,8 @@ class EngineProcess:
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
         self._exit = ExitStack()
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.stop, 0.0)
             # Imported while that process imports the same, which includes PyTorch.
             from shadowkv.engine.process.facts import Launch, script
 
@@ -49,9 +50,7 @@ class EngineProcess:
             with suppress(OSError):  # it has ended, and why is said below
                 self._control.send(script())
                 self._control.send(Launch(config, compare, self.folder))
-        except BaseException:  # Ctrl-C, for example
-            self.stop(0.0)
-            raise
+            failing.pop_all()
 
     @property
     def facts(self) -> list[EngineFacts]:
@@ -69,7 +68,8 @@ class EngineProcess:
     def _wait(self) -> None:
         if self._clients:
             return
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.stop, 0.0)
             from shadowkv.engine.process.client import EngineClient
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
@@ -77,9 +77,7 @@ class EngineProcess:
             tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
-        except BaseException:  # Ctrl-C, for example
-            self.stop(0.0)
-            raise
+            failing.pop_all()
         for client in self._clients:
             self.when_it_ends(client.has_ended)
         threading.Thread(target=self._watch, name="shadowkv-engine-process", daemon=True).start()

@@ -3,6 +3,7 @@ everything else is replaced at once."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -82,15 +83,9 @@ class PredictionFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.predictions: list[Prediction] = []
         content = path.read_bytes() if path.exists() else b""
         complete_lines = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(complete_lines.splitlines(), 1):
-            try:
-                self.predictions.append(Prediction(**json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no prediction: {error}") from error
+        self.path, self.predictions = path, _parsed(complete_lines, path)
         if len(complete_lines) < len(content):
             os.truncate(path, len(complete_lines))
 
@@ -103,6 +98,26 @@ class PredictionFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(prediction), ensure_ascii=False) + "\n")
         self.predictions.append(prediction)
+
+
+def read_predictions(folder: Path) -> list[Prediction]:
+    """Those of a run, from predictions.jsonl or, where that is not there, the same compressed. Raises OSError where
+    neither can be read, ValueError for a line that is no prediction."""
+    plain, compressed = folder / "predictions.jsonl", folder / "predictions.jsonl.gz"
+    if plain.exists():
+        return _parsed(plain.read_bytes(), plain)
+    with gzip.open(compressed) as file:
+        return _parsed(file.read(), compressed)
+
+
+def _parsed(lines: bytes, path: Path) -> list[Prediction]:
+    predictions = []
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            predictions.append(Prediction(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is no prediction: {error}") from error
+    return predictions
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
@@ -145,7 +146,7 @@ def _import_library() -> None:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function
         try:
-            import humming  # noqa: F401
+            import_module("humming")
         finally:
             torch.compiler.assume_constant_result = decorator
 
