@@ -28,7 +28,7 @@ from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import RETRY_SECONDS, error_response, handle_errors
 from shadowkv.serve.http.metrics import ConnectionMetrics
-from shadowkv.serve.http.owners import prompt_owner
+from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import encoded_event, unless_disconnected
 from shadowkv.serve.http.request_record import SERVER_STOPPING, current_record
 from shadowkv.serve.http.settings import ServerSettings
@@ -121,7 +121,9 @@ class Front:
         record = current_record()
         assert record is not None  # every request has one from the log on
         request = ForwardedRequest(
-            sendable(scope, record.id, prompt_owner()), bytes(body), await self._prefix(scope, body)
+            sendable(scope, record.id, prompt_owner(), current_tenant()),
+            bytes(body),
+            await self._prefix(scope, body),
         )
         answer = _Answer(scope, receive, send)
         await unless_disconnected(receive, self._answer(request, answer))

@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.types import Scope
 
 from shadowkv.ray.prefixes import PrefixTable
-from shadowkv.serve.http.owners import PROMPT_OWNER
+from shadowkv.serve.http.owners import PROMPT_OWNER, TENANT
 
 FIELDS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path") + (
     ("headers", "client", "server")
@@ -37,11 +37,12 @@ class ForwardedRequest:
     avoid: str | None = None
 
 
-def sendable(scope: Scope, request_id: str, owner: str | None) -> dict[str, Any]:
-    """The part of a scope that a replica gets, where the request keeps its id and its owner."""
+def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> dict[str, Any]:
+    """The part of a scope that a replica gets, where the request keeps its id, its owner and its tenant."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     fields = {name: scope[name] for name in FIELDS if name in scope}
-    return {**fields, PROMPT_OWNER: owner, "headers": [*headers, (b"x-request-id", request_id.encode())]}
+    headers.append((b"x-request-id", request_id.encode()))
+    return {**fields, PROMPT_OWNER: owner, TENANT: tenant, "headers": headers}
 
 
 class PrefixRouter(RequestRouter):

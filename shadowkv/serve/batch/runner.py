@@ -24,7 +24,7 @@ from shadowkv.serve.batch.answers import LineAnswers, answer_with
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.run import BatchRun
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.owners import set_prompt_owner
+from shadowkv.serve.http.owners import set_prompt_owner, set_tenant
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, Store
 
@@ -112,6 +112,7 @@ class BatchRunner:
 
     async def _answer(self, record: Record) -> None:
         """Answers a batch, from where that was interrupted if it was; its record says how it has ended."""
+        set_tenant(record.owner)
         if self._keeps_keys_apart:
             set_prompt_owner(record.owner)
         folder = self._store.work_folder(record.id)

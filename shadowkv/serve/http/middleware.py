@@ -17,7 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import BodyTooLarge, error_response, too_large
-from shadowkv.serve.http.owners import PROMPT_OWNER, digest, set_owner, set_prompt_owner
+from shadowkv.serve.http.owners import (
+    PROMPT_OWNER,
+    TENANT,
+    digest,
+    set_owner,
+    set_prompt_owner,
+    set_tenant,
+    tenant_of_address,
+)
 from shadowkv.serve.http.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.tracing import Tracing
@@ -180,6 +188,7 @@ class Guard:
             return await error_response(error, path)(scope, receive, send)
         if not self._keys or path in self._keyless_paths:
             set_prompt_owner(scope.get(PROMPT_OWNER))
+            set_tenant(scope.get(TENANT) or tenant_of_address(scope))
             return await self._unless_too_large(scope, receive, send)
         given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
         key = _matching_key(given, bare, self._keys)
@@ -189,6 +198,7 @@ class Guard:
             error = ApiError(text, status=401, code="invalid_api_key")
             return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
         set_owner(scope, self._digests[key])
+        set_tenant(self._digests[key])
         if self._keeps_keys_apart:
             set_prompt_owner(self._digests[key])
         if path == STATS_PATH:
