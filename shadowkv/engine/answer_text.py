@@ -130,6 +130,7 @@ class AnswerText:
             text.stop_string if self.ended else None,
             output.selections,
             output.prefilled,
+            output.error_code,
         )
 
 
@@ -150,6 +151,7 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         _first(output.prompt_logprobs for output in outputs),
         None if selections is None else [step for output in outputs for step in output.selections or ()],
         _first(output.prefilled for output in reversed(outputs)),
+        last.error_code,
     )
 
 

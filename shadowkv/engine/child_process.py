@@ -14,7 +14,9 @@ GRACE_SECONDS = 5.0
 """How long one may take to exit once it is about to."""
 
 
-def start_process(module: str, *descriptors: int) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_process(
+    module: str, *descriptors: int, own_session: bool = True
+) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process that runs a module, and a connection to it; its command line has the connection's other end and
     ``descriptors``, which it inherits."""
     ours, theirs = socket.socketpair()
@@ -26,7 +28,7 @@ def start_process(module: str, *descriptors: int) -> tuple[subprocess.Popen[byte
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
+            start_new_session=own_session,
         )
     return process, Connection(ours.detach())
 

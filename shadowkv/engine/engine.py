@@ -22,13 +22,14 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.outputs import NOTHING_FOLLOWS, TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduling.decode_steps import Chosen, DecodeSteps, Selected
+from shadowkv.engine.scheduling.decode_steps import DecodeSteps
+from shadowkv.engine.scheduling.held_rows import Chosen, Selected
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillAtWork, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
@@ -167,7 +168,10 @@ class Engine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``add``, on any thread; raises RequestError if it could never be served."""
+        """A request for ``add``, on any thread; waits until its rules are compiled, and raises RequestError if it could
+        never be served."""
+        if params.rules is not None:
+            self.requests.grammars.compile(params.rules, params.json_one_line).result()
         return self.requests.request(request_id, prompt_token_ids, params)
 
     def add(self, request: Request) -> None:
@@ -199,6 +203,9 @@ class Engine:
             )
         self._enter(request)
         running = Running(request, sequence)
+        if request.constraint is not None:
+            request.constraint.start()
+            request.constraint.is_ready(None)
         self.scheduler.computed([running])
         request.cached_tokens, request.times.scheduled = sequence.length, time.monotonic()
         return self._take_token(running, token, None)
@@ -253,7 +260,7 @@ class Engine:
             elif self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
-                outputs += self._decode()
+                outputs += self._decode(wait=not outputs and not self.prefill_queue.at_work)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
             self._ranks.check()
@@ -271,8 +278,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends the prefix cache's work, with a short time to write what is on its way to the disk; the processes that
-        try schemas; and the other ranks."""
-        self.requests.grammars.trials.close()
+        match grammars; and the other ranks."""
+        self.requests.grammars.pool.close()
         with current(self.device):
             self.scheduler.prefix_cache.close()
         if self._ranks is not None:
@@ -286,7 +293,7 @@ class Engine:
 
     def _start_prefill(self) -> PrefillAtWork | None:
         """Starts a prefill if it is the turn of requests; returns it where the next decode step is to compute it."""
-        if not self.scheduler.running:
+        if self.decode_steps.idle:
             self.prefill_queue.start()
             return None
         if not self.decode_steps.open:
@@ -310,7 +317,7 @@ class Engine:
 
     def _advance_prefill(self) -> list[TokenOutput]:
         seconds, prefill = IDLE_PREFILL_SECONDS, self.prefill_queue.at_work[-1]
-        if self.scheduler.running:
+        if not self.decode_steps.idle:
             more = len(self.scheduler.waiting) > len(self.scheduler.running)
             queued = more and self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
             seconds = self._prefill_seconds(QUEUED_TOKEN_GAP if queued else TOKEN_GAP)
@@ -344,11 +351,19 @@ class Engine:
         self.scheduler.computed(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
-        rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]
+        outputs, rows = [], []
+        for row, running in enumerate(done):
+            if running.request.request_id in self._aborted:
+                continue
+            try:
+                running.prompt_logprobs = self._score(running.request, hidden[row]) if hidden else None
+                rows.append(row)
+            except Exception as error:  # the others continue
+                outputs.append(self._fail(running, _explain(error)))
         self._end_aborted(prefill)
-        kept = [done[row] for row in rows]
-        chosen = self.runner.sampler.sample(logits[rows], [running.request for running in kept])
-        return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
+        return outputs + self._take_tokens(
+            *self.decode_steps.held.choose([done[row] for row in rows], logits[rows], {})
+        )
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
@@ -367,13 +382,13 @@ class Engine:
     def _forget_aborted(self, prefill: PrefillAtWork) -> None:
         self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
-    def _decode(self) -> list[TokenOutput]:
+    def _decode(self, wait: bool) -> list[TokenOutput]:
         try:
-            rows, chosen, selected = self.decode_steps.next()
+            chosen = self.decode_steps.next(wait)
         except torch.OutOfMemoryError as error:  # those that wait may need less
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
-        return self._take_tokens(rows, chosen, selected=selected)
+        return self._take_tokens(*chosen)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -381,13 +396,7 @@ class Engine:
         count = request.params.prompt_logprobs
         return None if count is None else self.runner.prompt_logprobs(hidden, request.prompt_token_ids, count)
 
-    def _take_tokens(
-        self,
-        rows: list[Running],
-        chosen: Chosen,
-        hidden: list[Tensor] | None = None,
-        selected: Selected | None = None,
-    ) -> list[TokenOutput]:
+    def _take_tokens(self, rows: list[Running], chosen: Chosen, selected: Selected) -> list[TokenOutput]:
         tokens, logprobs, finite = chosen
         alive = {id(running) for running in self.scheduler.running}
         outputs = []
@@ -398,11 +407,10 @@ class Engine:
                 outputs.append(self._fail(running, "the model's logits are not finite (NaN or infinity)"))
                 continue
             try:
-                scores = None if hidden is None else self._score(running.request, hidden[row])
                 output = self._take_token(running, tokens[row], logprobs[row])
-                output.prompt_logprobs = scores
+                output.prompt_logprobs, running.prompt_logprobs = running.prompt_logprobs, None
                 if running.request.params.return_selections:
-                    output.selections = [(selected or {}).get(row)] * len(output.token_ids)
+                    output.selections = [selected.get(row)] * len(output.token_ids)
                 if running.request.params.return_progress and len(running.request.output_token_ids) <= 1:
                     output.prefilled = len(running.request.prompt_token_ids)
                 outputs.append(output)
@@ -418,10 +426,12 @@ class Engine:
             return _output(request, [], "length")
         request.output_token_ids.append(token)
         constraint, reason = request.constraint, None
+        if constraint is not None and constraint.failure is not None:
+            return self._fail(running, constraint.failure, "timeout")
         if constraint is not None and not constraint.accept(token):
-            return self._fail(running, NOTHING_FOLLOWS)
+            return self._fail(running, NOTHING_FOLLOWS, "nothing_follows")
         ends = token in request.stop_ids
-        if ends or (constraint is not None and constraint.complete):
+        if ends:
             reason = "stop"
         elif len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
@@ -438,14 +448,14 @@ class Engine:
         self.scheduler.finish(running, keep=True)
         self._open.remove(running.request.request_id)
 
-    def _fail(self, running: Running, message: str) -> TokenOutput:
+    def _fail(self, running: Running, message: str, code: ErrorCode | None = None) -> TokenOutput:
         self.scheduler.finish(running, keep=False)
-        return self._error(running.request, message)
+        return self._error(running.request, message, code)
 
-    def _error(self, request: Request, message: str) -> TokenOutput:
+    def _error(self, request: Request, message: str, code: ErrorCode | None = None) -> TokenOutput:
         self._open.remove(request.request_id)
         output = _output(request, [], "error")
-        output.error = message
+        output.error, output.error_code = message, code
         return output
 
 

@@ -7,11 +7,15 @@ Needs neither NumPy nor PyTorch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 NOTHING_FOLLOWS = "the JSON schema or grammar has come to where nothing can follow; make it less strict"
-"""The error of a request whose rules end nowhere: its own, unlike all others."""
+"""The error of a request whose rules end nowhere."""
+
+ErrorCode = Literal["nothing_follows", "timeout"]
+"""Errors that are a request's own: its rules end nowhere, or following them takes too long."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -78,7 +82,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         token_ids: the new tokens.
         finish_reason: ``stop``, ``length`` or ``error``; None while it is running.
         end_token: whether the last token ends the answer and is no part of its text.
-        error: what went wrong, where the reason is ``error``.
+        error, error_code: what went wrong, where the reason is ``error``; the code where it is the request's own fault.
         prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
         times: of the request so far.
         logprobs: one per new token, if requested.
@@ -101,6 +105,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     selections: list[TokenSelections | None] | None = None
     prefilled: int | None = None
+    error_code: ErrorCode | None = None
 
 
 @dataclass
@@ -110,7 +115,7 @@ class TextOutput:
     Attributes:
         text: the new text (may be empty while a character or a stop string is incomplete).
         stop_string: the request's stop string that ended the text, on the last output, if one did.
-        token_ids, logprobs, finish_reason, error, prompt_tokens, completion_tokens, cached_tokens, times,
+        token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
             prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
     """
 
@@ -128,6 +133,7 @@ class TextOutput:
     stop_string: str | None = None
     selections: list[TokenSelections | None] | None = None
     prefilled: int | None = None
+    error_code: ErrorCode | None = None
 
     @property
     def is_progress(self) -> bool:

@@ -19,15 +19,23 @@ if TYPE_CHECKING:
 class Constraint(Protocol):
     """Which tokens may come next in a request's answer, as far as it has come."""
 
+    failure: str | None
+    """Why the answer cannot go on; None if it can."""
+
+    def start(self) -> None:
+        """Has what may come first found, while the engine goes on."""
+
+    def is_ready(self, seconds: float | None = 0.0) -> bool:
+        """Whether it is known what may come next, or that the answer cannot go on; waits for that so long."""
+
     def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of tokens that may not come next to -inf, in place."""
+        """Sets the logits [V] of tokens that may not come next to -inf, in place, if it is ready and has not failed."""
 
     def accept(self, token: int) -> bool:
-        """Accepts the chosen token; False if it may not come next."""
+        """Takes the chosen token and has found what may follow; False if it may not come next."""
 
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more may follow."""
+    def close(self) -> None:
+        """Says that the answer has ended."""
 
 
 @dataclass(eq=False)
@@ -36,6 +44,8 @@ class Request:
 
     Attributes:
         prompt: what is looked up in the prefix cache; None where nothing of it is looked up or kept.
+        tenant: who it is for, among whom the scheduler shares fairly: an API key, an address, or "" for one of no name.
+        priority: where the scheduling policy is ``priority``, lower numbers go first.
         looked_up: whether its prefixes are looked up; otherwise all of it is computed and then kept.
         passed: version of the prefix cache at which shorter prompts were taken before it.
     """
@@ -48,6 +58,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     prompt: Prompt | None = None
+    tenant: str = ""
+    priority: int = 0
     looked_up: bool = True
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)

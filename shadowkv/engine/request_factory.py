@@ -10,7 +10,7 @@ from shadowkv.engine.request import Request, RequestLimits
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.engine.startup.prefix_cache import Origin
-from shadowkv.engine.structured.grammar import GrammarCompiler
+from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.device.matches import Prompt
@@ -29,7 +29,7 @@ class RequestFactory:
     Attributes:
         limits: of any request.
         stop_ids: tokens that end an answer.
-        grammars: of JSON schemas.
+        grammars: of JSON schemas and other rules.
     """
 
     def __init__(
@@ -45,17 +45,21 @@ class RequestFactory:
         self._random = random.Random(config.seed)
         self.limits = RequestLimits(vocab_size, scheduler.cache.max_model_len, config.default_max_tokens)
         self.stop_ids = frozenset(token for token in stops if token < vocab_size)
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.stop_ids)
+        self.grammars = Grammars(tokenizer, vocab_size, self.stop_ids)
 
     def request(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        tenant: str = "",
+        priority: int = 0,
     ) -> Request:
         """A request for ``add``, with all work done that does not need the engine's thread; may be called on any.
 
-        Raises RequestError if it could never be served.
+        Its rules, if it has some, are compiled when it is started, unless they are by then. The rest as in ``Request``.
+
+        Raises RequestError if it could never be served, whatever its rules.
         """
         self.limits.check(prompt_token_ids, params)
         max_tokens = self.limits.max_tokens(len(prompt_token_ids), params)
@@ -66,15 +70,13 @@ class RequestFactory:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
         if params.rules is not None:
-            constraint = self.grammars.constraint(params.rules, params.json_one_line)
+            constraint = self.grammars.constraint(params.rules, params.json_one_line, tenant)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self._config.enable_prefix_caching and params.cache_prompt:
             prompt = self._prompt(prompt_token_ids, params.cache_salt)
-        return Request(request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt)
-
-    def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Prepares a JSON schema for fast use, on any thread; raises RequestError if nothing can satisfy it."""
-        self.grammars.compile(schema, one_line)
+        return Request(
+            request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt, tenant, priority
+        )
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
         """Names of the pages of a prompt that can be shared."""

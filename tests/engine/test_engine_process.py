@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -350,7 +351,9 @@ def test_a_fault_in_a_question_is_told_rather_than_waited_for(
 
     async def work() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.engine.requests, "compile_grammar", fail)
+            failed: Future[None] = Future()
+            failed.set_exception(SystemError("boom"))
+            patch.setattr(engine.engine.requests.grammars, "compile", lambda *_: failed)
             with pytest.raises(RuntimeError, match="SystemError: boom"):
                 await engine.compile_grammar("{}")
         await outputs(engine, SHORT, prompt(1, 9))  # that was on a thread of its own

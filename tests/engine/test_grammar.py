@@ -14,7 +14,7 @@ import torch
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
-from shadowkv.engine.structured.grammar import GrammarCompiler
+from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import (
     MAX_SCHEMA_CHARS,
@@ -24,6 +24,7 @@ from shadowkv.engine.structured.json_schema import (
     unrolled,
 )
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
+from tests.grammar_answers import SECONDS, accepts, begun
 
 SCHEMA = {
     "type": "object",
@@ -34,10 +35,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(byte_tokenizer(300, [256]), 300, frozenset([256]))
-    yield compiler
-    compiler.trials.close()
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(byte_tokenizer(300, [256]), 300, frozenset([256]))
+    yield grammars
+    grammars.pool.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -82,9 +83,9 @@ ANSWERABLE = [
 
 
 @pytest.mark.parametrize("schema", ["{nope", '{"type": "nope"}', "[]", '{"minimum": NaN}', *map(json.dumps, EMPTY)])
-def test_a_schema_that_cannot_be_followed_is_refused(compiler: GrammarCompiler, schema: str) -> None:
+def test_a_schema_that_cannot_be_followed_is_refused(grammars: Grammars, schema: str) -> None:
     with pytest.raises(RequestError, match="schema") as caught:
-        compiler.compile(schema)
+        grammars.compile(schema).result(SECONDS)
     assert caught.value.param == "response_format"
     message = str(caught.value)
     assert not [part for part in (".cc:", "Check failed", "/project", "is false") if part in message]
@@ -93,31 +94,31 @@ def test_a_schema_that_cannot_be_followed_is_refused(compiler: GrammarCompiler, 
 
 @pytest.mark.parametrize("reference", ["http://elsewhere/a\nforged line", "#name", "", "x" * 10_000])
 def test_a_reference_to_elsewhere_is_refused_and_not_logged(
-    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str], reference: str
+    grammars: Grammars, capfd: pytest.CaptureFixture[str], reference: str
 ) -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": reference}}}
     with pytest.raises(RequestError, match=r"\$ref '.* must be '#' or begin with '#/'") as caught:
-        compiler.compile(json.dumps(schema))
+        grammars.compile(json.dumps(schema)).result(SECONDS)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("schema", ANSWERABLE)
-def test_recursion_that_may_end_is_followed(compiler: GrammarCompiler, schema: Any) -> None:
-    constraint, logits = compiler.constraint(json.dumps(schema)), torch.zeros(300)
+def test_recursion_that_may_end_is_followed(grammars: Grammars, schema: Any) -> None:
+    constraint, logits = begun(grammars, json.dumps(schema)), torch.zeros(300)
     constraint.mask(logits)
     assert logits.isfinite().any()
 
 
 @pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH, 900, 10**5])
-def test_a_schema_that_would_take_ages_is_refused(compiler: GrammarCompiler, levels: int) -> None:
+def test_a_schema_that_would_take_ages_is_refused(grammars: Grammars, levels: int) -> None:
     with pytest.raises(RequestError, match=r"levels deep|recursion|characters"):
-        compiler.compile('{"items":' * levels + "{}" + "}" * levels)
+        grammars.compile('{"items":' * levels + "{}" + "}" * levels).result(SECONDS)
 
 
-def test_a_chain_of_references_that_would_overflow_the_compiler_is_refused(compiler: GrammarCompiler) -> None:
+def test_a_chain_of_references_that_would_overflow_the_compiler_is_refused(grammars: Grammars) -> None:
     with pytest.raises(RequestError, match=f"{MAX_SCHEMA_CHARS} are supported"):
-        compiler.compile(json.dumps(chain(20_000, {"type": "integer"})))
+        grammars.compile(json.dumps(chain(20_000, {"type": "integer"}))).result(SECONDS)
 
 
 @pytest.mark.parametrize("last", [{}, False])
@@ -131,16 +132,15 @@ def test_references_are_checked_as_quickly_in_any_order(last: Any) -> None:
 
 
 @pytest.mark.parametrize("one_line", [False, True])
-def test_white_space_in_one_line_is_that_of_json_dumps(compiler: GrammarCompiler, one_line: bool) -> None:
+def test_white_space_in_one_line_is_that_of_json_dumps(grammars: Grammars, one_line: bool) -> None:
     for text, fine in (('{"a": [1, 2]}', True), ('{"a":[1,2]}', not one_line), ('{ "a": [1,\n 2]}', not one_line)):
-        constraint = compiler.constraint('{"properties": {"a": {"items": {"type": "integer"}}}}', one_line)
-        assert all(constraint.accept(token) for token in text.encode()) == fine, text
+        constraint = begun(grammars, '{"properties": {"a": {"items": {"type": "integer"}}}}', one_line)
+        assert all(accepts(constraint, token) for token in text.encode()) == fine, text
 
 
-def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:
-    constraint = compiler.constraint('{"enum": ["a"]}')
-    assert [constraint.accept(token) for token in b'"b'] == [True, False]
-    assert not constraint.complete
+def test_a_dead_end_on_the_way_is_said(grammars: Grammars) -> None:
+    constraint = begun(grammars, '{"enum": ["a"]}')
+    assert [accepts(constraint, token) for token in b'"b'] == [True, False]
 
 
 def test_a_schema_and_ignore_eos_contradict(llm: LLM) -> None:
@@ -205,9 +205,9 @@ def test_repetitions_are_counted_as_if_they_were_written_out(pattern: str, size:
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string"}])
-def test_strings_have_no_control_characters(compiler: GrammarCompiler, schema: Any) -> None:
-    constraint = compiler.constraint(json.dumps(schema))
-    assert constraint.accept(ord('"'))
+def test_strings_have_no_control_characters(grammars: Grammars, schema: Any) -> None:
+    constraint = begun(grammars, json.dumps(schema))
+    assert accepts(constraint, ord('"'))
     logits = torch.zeros(300)
     constraint.mask(logits)
     may_come = set((logits == 0).nonzero().flatten().tolist())
@@ -230,18 +230,18 @@ OTHER_RULES = [
 
 
 @pytest.mark.parametrize("rules, follows, breaks", OTHER_RULES)
-def test_other_rules_than_schemas(compiler: GrammarCompiler, rules: str, follows: str, breaks: str) -> None:
-    constraint = compiler.constraint(rules)
+def test_other_rules_than_schemas(grammars: Grammars, rules: str, follows: str, breaks: str) -> None:
+    constraint = begun(grammars, rules)
     logits = torch.zeros(300)
     for byte in follows.encode():
         masked = logits.clone()
         constraint.mask(masked)
         assert masked[byte] == 0
-        assert constraint.accept(byte)
-    assert constraint.accept(256)  # the end
-    assert constraint.complete
-    other = compiler.constraint(rules)
-    assert not all([other.accept(byte) for byte in breaks.encode()])
+        assert accepts(constraint, byte)
+    assert accepts(constraint, 256)  # the end
+    assert not accepts(constraint, 256)
+    other = begun(grammars, rules)
+    assert not all([accepts(other, byte) for byte in breaks.encode()])
 
 
 @pytest.mark.parametrize(
@@ -253,17 +253,17 @@ def test_other_rules_than_schemas(compiler: GrammarCompiler, rules: str, follows
         ("regex:" + "a" * 2**17, "regex"),
     ],
 )
-def test_other_rules_that_cannot_be_followed(compiler: GrammarCompiler, rules: str, what: str) -> None:
+def test_other_rules_that_cannot_be_followed(grammars: Grammars, rules: str, what: str) -> None:
     with pytest.raises(RequestError, match=f"the {what} cannot be followed") as caught:
         check_schema(rules)
-        compiler.compile(rules)
+        grammars.compile(rules).result(SECONDS)
     assert caught.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("pattern", ["(a", "a{9", "a**", r"\p{L}"])
-def test_a_regular_expression_that_cannot_be_read_is_refused_before_it_is_compiled(pattern: str) -> None:
+def test_a_regular_expression_that_cannot_be_read_is_refused(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(RequestError, match="the regex cannot be followed: Regex parsing error") as caught:
-        check_schema(f"regex:{pattern}")
+        grammars.compile(f"regex:{pattern}").result(SECONDS)
     assert caught.value.param == "structured_outputs"
 
 

@@ -121,8 +121,8 @@ class FakeEngine:
             raise EngineDead("the engine has died: boom")
         return [PrefixSegment("a1", 0, 640, True, True, ("device", "disk"))][:most], 1
 
-    async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        if "EMPTY" in schema:
+    async def compile_grammar(self, rules: str, one_line: bool = False, tenant: str = "") -> None:
+        if "EMPTY" in rules:
             raise RequestError("the JSON schema cannot be followed", "response_format")
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import httpx
@@ -20,7 +20,7 @@ from test_serve_long_prompts import TRIES, health_waits
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process import client as engine_client
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.structured import grammar
+from shadowkv.engine.structured import grammar_pool
 from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
@@ -112,28 +112,26 @@ def test_a_schema_that_nothing_follows(url):
         assert error["param"] == "response_format" and "/project" not in error["message"]
 
 
-def test_a_small_schema_does_not_wait_for_large_ones(engine, monkeypatch):
-    large = json.dumps({"enum": [f"value {number}" for number in range(2_000)]})
-    begun, go, compiled = threading.Event(), threading.Event(), []
+def endless(number: int) -> str:
+    """A schema that takes longer to compile than anybody waits: medium ones and large ones."""
+    return json.dumps({"type": "string", "pattern": f"(.{{0,3}}a?){{0,{20 + 100 * (number % 2)}}}{number}"})
 
-    def compile_grammar(schema, one_line):
-        if schema == large:
-            begun.set()
-            assert go.wait(2 * SECONDS)
-        compiled.append(schema)
 
-    async def run():
-        waiting = [asyncio.create_task(engine.compile_grammar(large)) for _ in range(5)]
-        try:
-            assert await asyncio.to_thread(begun.wait, SECONDS)  # the others wait for that one
-            await asyncio.wait_for(engine.compile_grammar("{}"), SECONDS)
-            assert compiled == ["{}"]
-        finally:
-            go.set()
-            await asyncio.gather(*waiting)
+@pytest.fixture
+def compiling(engine, monkeypatch):
+    """Six of them."""
+    for effort in ("medium", "large"):
+        monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, effort, 1000.0)
+    assert {check_schema(endless(number)).effort for number in range(2)} == {"medium", "large"}
+    found = [engine.engine.requests.grammars.compile(endless(number)) for number in range(6)]
+    yield found
+    assert not any(one.done() for one in found)
+    for one in found:
+        one.cancel()
 
-    monkeypatch.setattr(engine.engine.requests, "compile_grammar", compile_grammar)
-    asyncio.run(run())
+
+def test_a_small_schema_waits_for_no_large_one(engine, compiling):
+    asyncio.run(asyncio.wait_for(engine.compile_grammar('{"type": "boolean"}'), SECONDS))
 
 
 def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
@@ -152,49 +150,32 @@ def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
             await asyncio.gather(*waiting)
 
     monkeypatch.setattr(engine_client, "check_schema", check)
-    monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda schema, one_line: None)
     asyncio.run(run())
 
 
-def test_a_grammar_that_is_there_waits_for_no_other(engine, monkeypatch):
-    known, go = '{"maxLength": 3}', threading.Event()
-    begun = threading.Semaphore(0)
-
-    def compile_grammar(schema, one_line):
-        begun.release()
-        assert go.wait(2 * SECONDS)
+def test_a_grammar_that_is_there_waits_for_no_other(engine, compiling):
+    known = '{"maxLength": 3}'
 
     async def run():
-        await engine.compile_grammar(known)
+        await asyncio.wait_for(engine.compile_grammar(known), SECONDS)
         params = SamplingParams(max_tokens=4, json_schema=known)
-        monkeypatch.setattr(engine.engine.requests, "compile_grammar", compile_grammar)
-        others = ("{}", '{"maxLength": 301}', '{"pattern": "a"}', '{"pattern": "b"}')
-        waiting = [asyncio.create_task(engine.compile_grammar(other)) for other in others]
-        try:
-            for _ in others:
-                assert await asyncio.to_thread(begun.acquire, timeout=SECONDS)
-            await asyncio.wait_for(engine.compile_grammar(known), SECONDS)
 
-            async def answer():
-                return [output async for _, output in engine.generate([engine.request([1, 2, 3], params)])]
+        async def answer():
+            return [output async for _, output in engine.generate([engine.request([1, 2, 3], params)])]
 
-            assert (await asyncio.wait_for(answer(), SECONDS))[-1].finish_reason
-        finally:
-            go.set()
-            await asyncio.gather(*waiting)
+        assert (await asyncio.wait_for(answer(), SECONDS))[-1].finish_reason in ("stop", "length")
 
     asyncio.run(run())
 
 
 def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch):
-    monkeypatch.setitem(grammar.SECONDS, "medium", 1.0)
+    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1.0)
 
     def formatted(schema):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         return ask(url, response_format=format, max_tokens=8, ignore_eos=False)
 
     patterns = [f"(.{{0,3}}a?){{0,20}}{number}" for number in range(3)]
-    assert formatted({"type": "integer"}).status_code == 200  # the compiler is there
     with ThreadPoolExecutor(9) as clients:
         answers = [clients.submit(formatted, {"type": "string", "pattern": patterns[n % 3]}) for n in range(9)]
         served = 0
@@ -206,18 +187,40 @@ def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch)
             assert (error["param"], error["code"]) == ("response_format", "timeout")
             assert "compiling it takes more than 1 second" in error["message"]
     assert served > 3  # one that queued would have had to wait for all of them
-    monkeypatch.setattr(engine.engine.requests.grammars.trials, "_process", None)  # not tried again
+    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)  # not compiled again
     error_of(formatted({"type": "string", "pattern": patterns[0]}), 504)
 
 
+def test_grammars_that_take_forever_to_match_delay_nobody_else():
+    engine = LocalEngine(EngineConfig(max_model_len=512, max_num_seqs=8, max_cached_seqs=0, device="cpu"))
+    engine.start()
+    nested = 'root ::= (((("{}"{{0,1000}}){{0,1000}}){{0,1000}}){{0,1000}}){{0,1000}}'
+
+    def formatted(number):
+        rules = {"grammar": nested.format("abcdef"[number])}
+        more = {"max_tokens": 200, "ignore_eos": False, "logit_bias": {"2": -100}}  # no end
+        return ask(url, structured_outputs=rules, stream=number % 2 == 0, **more)
+
+    with http_server(build_app(engine, "small")) as url, ThreadPoolExecutor(6) as clients:
+        answers, served = [clients.submit(formatted, number) for number in range(6)], 0
+        while not all(answer.done() for answer in answers):
+            assert ask(url, max_tokens=4).status_code == 200
+            served += 1
+        for answer in answers:
+            response = answer.result()
+            if response.status_code == 200:  # a stream, with signs of life
+                error = json.loads(response.text.rpartition("data: {")[2].partition("\n")[0].join(("{", "")))["error"]
+            else:
+                error = error_of(response, 504)
+            assert error["code"] == "timeout" and "finding what may come next takes more than" in error["message"]
+    engine.shutdown(10)
+    assert served > 6
+
+
 def test_a_request_waits_for_its_schema_until_its_deadline(engine, monkeypatch):
-    go = threading.Event()
-    monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda *_: go.wait(2 * SECONDS))
+    monkeypatch.setattr(engine.engine.requests.grammars, "compile", lambda *_: Future())
     with http_server(build_app(engine, "small", ServerSettings(request_timeout=0.5))) as url:
-        try:
-            error = error_of(ask(url, response_format={"type": "json_object"}), 504)
-        finally:
-            go.set()
+        error = error_of(ask(url, response_format={"type": "json_object"}), 504)
     assert error["code"] == "timeout" and "longer than this server allows" in error["message"]
 
 

@@ -11,13 +11,14 @@ from fake_engine import REPLY, FakeEngine
 from replies import events
 from test_serve_errors import error_of
 
-from shadowkv.engine.structured.grammar import GrammarCompiler
+from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies import limits
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.output_schema import calls_schema
 from shadowkv.serve.openai.tools import Choice
+from tests.grammar_answers import accepts, begun
 
 WEATHER = {
     "type": "function",
@@ -171,13 +172,14 @@ def test_special_tokens_are_part_of_the_text_only_where_calls_are_read(hermes, p
 @pytest.fixture(scope="module")
 def follows():
     """Whether a value can be generated under a schema, a byte a token."""
-    compiler = GrammarCompiler(byte_tokenizer(300, [256]), 300, frozenset([256]))
+    grammars = Grammars(byte_tokenizer(300, [256]), 300, frozenset([256]))
 
     def check(value, schema):
-        constraint = compiler.constraint(schema, one_line=True)
-        return all(constraint.accept(token) for token in [*json.dumps(value).encode(), 256])
+        constraint = begun(grammars, schema, one_line=True)
+        return all(accepts(constraint, token) for token in [*json.dumps(value).encode(), 256])
 
-    return check
+    yield check
+    grammars.pool.close()
 
 
 def test_arguments_are_an_object_whatever_their_schema_says_of_it(post, engine, follows):

@@ -46,7 +46,7 @@ class ClientRequest:
     Attributes:
         max_tokens: most tokens of its answer.
         packed: its prompt, for the wire.
-        looked_up: as in ``Request``.
+        looked_up, tenant, priority: as in ``Request``.
         arrival: when it came, in seconds of ``time.monotonic``.
     """
 
@@ -55,6 +55,8 @@ class ClientRequest:
     params: SamplingParams
     max_tokens: int
     packed: bytes
+    tenant: str = ""
+    priority: int = 0
     looked_up: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
@@ -284,18 +286,21 @@ class EngineClient:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Prepares a JSON schema so that using it is fast; raises RequestError if nothing can satisfy it, SchemaTimeout
-        if its patterns take too long.
+    async def compile_grammar(self, rules: str, one_line: bool = False, tenant: str = "") -> None:
+        """Prepares a JSON schema or other rules so that using them is fast; raises RequestError if nothing can satisfy
+        them, SchemaTimeout if they take too much.
 
-        Large ones may take seconds, on a thread that only other large ones wait for; so may patterns.
+        Large ones may take seconds, which only other large ones wait for; so may patterns.
         """
         loop = asyncio.get_running_loop()
-        cost = await loop.run_in_executor(self._checking, check_schema, schema)
-        await self._ask(messages.Compile(self._number(), schema, one_line, cost.effort), None, None)
+        cost = await loop.run_in_executor(self._checking, check_schema, rules)
+        await self._ask(messages.Compile(self._number(), rules, one_line, cost.effort, tenant), None, None)
 
-    def request(self, prompt_token_ids: list[int], params: SamplingParams) -> ClientRequest:
-        """A request for ``generate``; raises RequestError if it could never be served.
+    def request(
+        self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0
+    ) -> ClientRequest:
+        """A request for ``generate``, of which ``Request`` says what the arguments are; raises RequestError if it could
+        never be served.
 
         May be called from any thread, but preferably not an event loop's: long prompts and JSON schemas take a while.
         """
@@ -303,7 +308,7 @@ class EngineClient:
         limits.check(prompt_token_ids, params)
         max_tokens = limits.max_tokens(len(prompt_token_ids), params)
         name, packed = f"{self.name}-{next(self._numbers)}", messages.pack_ids(prompt_token_ids)
-        return ClientRequest(name, prompt_token_ids, params, max_tokens, packed)
+        return ClientRequest(name, prompt_token_ids, params, max_tokens, packed, tenant, priority)
 
     async def generate(
         self,
@@ -335,7 +340,7 @@ class EngineClient:
         try:
             for request in requests:
                 what = request.packed, request.params, request.arrival, request.looked_up
-                self._send(messages.Add(request.request_id, *what, save))
+                self._send(messages.Add(request.request_id, *what, request.tenant, request.priority, save))
             while left:
                 for number, output in await answers.read():
                     if output.finish_reason is not None:

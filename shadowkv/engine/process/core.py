@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,6 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
-from shadowkv.engine.structured.json_schema import Effort
-from shadowkv.engine.structured.trials import PROCESSES
 from shadowkv.engine.warmup import warm_up
 from shadowkv.layers.group import RankFailure
 from shadowkv.prefix_cache.named.saves import Saves
@@ -55,13 +53,6 @@ class EngineCore:
         self._gone: set[str] = set()
         self._saves: dict[str, Callable[[], None]] = {}
         self._answers: dict[tuple[str, int], Future[Any]] = {}
-        # A compilation here cannot be stopped: a schema waits for those of its kind alone, and a request without one,
-        # or with one whose grammar is there, for none.
-        self._compiling: dict[Effort, ThreadPoolExecutor] = {
-            "small": ThreadPoolExecutor(1, "shadowkv-small-grammar"),
-            "medium": ThreadPoolExecutor(PROCESSES, "shadowkv-medium-grammar"),
-            "large": ThreadPoolExecutor(1, "shadowkv-large-grammar"),
-        }
         self._error: BaseException | None = None
         self._warm, self._stopping = threading.Event(), threading.Event()
         self._router = self._socket(zmq.ROUTER)
@@ -97,8 +88,6 @@ class EngineCore:
         """Stops after the current step; requests in flight get EngineDead."""
         self._stopping.set()
         self._commands.put(None)
-        for threads in self._compiling.values():
-            threads.shutdown(wait=False, cancel_futures=True)
         if self._stepper.is_alive():
             self._stepper.join(timeout)
         if self._receiver.is_alive():
@@ -169,12 +158,8 @@ class EngineCore:
         elif isinstance(command, messages.Forget):
             self._commands.put(partial(self._forget, client.decode(), command.number))
         elif isinstance(command, messages.Compile):
-            requests, compiled = self.engine.requests, Future[Any]()
-            if requests.grammars.has(command.schema, command.one_line):
-                settle(compiled, None)
-            else:
-                threads = self._compiling[command.effort]
-                compiled = threads.submit(requests.compile_grammar, command.schema, command.one_line)
+            what = command.rules, command.one_line, command.effort, command.tenant
+            compiled = self.engine.requests.grammars.compile(*what)
             self._commands.put(partial(self._expect, client.decode(), command.number, compiled))
         else:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
@@ -209,33 +194,21 @@ class EngineCore:
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
         self._in_flight.add(add.request_id)
-        schema, grammars = add.params.rules, self.engine.requests.grammars
-        # Compiled by now, unless its grammar had to make room for others.
-        if schema is not None and not grammars.has(schema, add.params.json_one_line):
-            self._compiling["large"].submit(self._make_request, client.decode(), add)
-        elif (refused := self._make_request(client.decode(), add)) is not None:
-            self._router.send_multipart([client, encode(refused)])
-
-    def _make_request(self, client: str, add: messages.Add) -> messages.Refused | None:
-        """Queues the request, or says why not: to the client too where that is done on another thread."""
         try:
-            request = self.engine.request(add.request_id, messages.unpack_ids(add.prompt), add.params)
+            prompt = messages.unpack_ids(add.prompt)
+            request = self.engine.requests.request(add.request_id, prompt, add.params, add.tenant, add.priority)
         except RequestError as error:
-            refused = messages.Refused(add.request_id, str(error), error.param)
             self._in_flight.discard(add.request_id)
-            if threading.current_thread() is not self._receiver:
-                self._commands.put(partial(self._tell, client, refused))
-            return refused
+            self._router.send_multipart([client, encode(messages.Refused(add.request_id, str(error), error.param))])
         except Exception as error:  # of one request: the others are served
             logger.exception("a request could not be made")
             what = f"internal error ({type(error).__name__}); the log has the details"
             counts = len(add.prompt) // messages.ID_BYTES, 0, 0
             output = TokenOutput(add.request_id, [], "error", *counts, RequestTimes(add.arrival), error=what)
             self._commands.put(partial(self._send, [output]))
-            return None
-        request.times.arrival, request.looked_up = add.arrival, add.looked_up
-        self._commands.put(partial(self._add, client, request, add.save))
-        return None
+        else:
+            request.times.arrival, request.looked_up = add.arrival, add.looked_up
+            self._commands.put(partial(self._add, client.decode(), request, add.save))
 
     # -- the engine's thread --------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import Effort
 
-VERSION = 3
+VERSION = 4
 """Of these messages."""
 
 ID_BYTES = 4
@@ -39,7 +39,7 @@ class Add(msgspec.Struct, tag=True):
         request_id: begins with the number of the serving process.
         prompt: token ids, from ``pack_ids``.
         arrival: when it came, in seconds of ``time.monotonic``, which all processes of a machine share.
-        looked_up: as in ``Request``.
+        looked_up, tenant, priority: as in ``Request``.
         save: number of the question, and the name, where its prompt is to be saved once it is computed.
     """
 
@@ -48,6 +48,8 @@ class Add(msgspec.Struct, tag=True):
     params: SamplingParams
     arrival: float
     looked_up: bool = True
+    tenant: str = ""
+    priority: int = 0
     save: tuple[int, str] | None = None
 
 
@@ -76,13 +78,14 @@ class Statistics(msgspec.Struct, tag=True):
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Asks for a JSON schema to be made ready for use, where requests without one, or with one of less effort, do not
-    wait."""
+    """Asks for a JSON schema or other rules to be made ready for use. It waits for others of as much ``effort``, which
+    take turns by tenant."""
 
     number: int
-    schema: str
+    rules: str
     one_line: bool
     effort: Effort
+    tenant: str
 
 
 class Segments(msgspec.Struct, tag=True):

@@ -2,7 +2,8 @@
 
 The next step needs the tokens that this one chooses, and they are on the device: it can be launched before the host has
 seen them. A sequence that turns out to have ended has then computed one token too many, which is dropped. Tokens that
-the host helps choose (penalties, grammars, log-probabilities) are waited for.
+the host helps choose (penalties, grammars, log-probabilities) are waited for. Where it is not known yet what a grammar
+allows, the sequence is held: the others go on, and its token is chosen from the same logits when that is known.
 
 Short prompts join a step: its pass computes them, and it chooses their first tokens along with the others' next ones.
 """
@@ -16,16 +17,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.outputs import TokenLogprobs, TokenSelections
+from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, HeldRows, Selected, joined
 from shadowkv.engine.scheduling.pacing import Mark, Pace
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.selections import SelectionRecord
-
-Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
-"""Tokens, their log-probabilities where requested, and whether each row's logits were finite."""
-
-Selected = dict[int, TokenSelections | None]
-"""By row, where requested."""
 
 
 class DecodeSteps:
@@ -35,6 +30,7 @@ class DecodeSteps:
         seconds: device time of the last step without prompts that ``next`` returned. Steps whose graph was captured do
             not count: the device waited for the host, and for the next one it will not.
         pace: is told what prompts add to the time of a step.
+        held: rows that wait for their grammars.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool, pace: Pace) -> None:
@@ -42,6 +38,12 @@ class DecodeSteps:
         self.seconds = 0.0
         self._ahead: _Step | None = None
         self._behind: _Step | None = None
+        self.held = HeldRows(runner.sampler, scheduler)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no sequence that a step would compute: none runs, or all are held."""
+        return all(running in self.held for running in self.scheduler.running)
 
     @property
     def open(self) -> bool:
@@ -65,15 +67,22 @@ class DecodeSteps:
         self.scheduler.computed(prompts)
         return True
 
-    def next(self) -> tuple[list[Running], Chosen, Selected]:
-        """The next token of every running sequence, and of some that have ended since; and what it attended to."""
+    def next(self, wait: bool = True) -> ChosenRows:
+        """The next token of every running sequence, and of some that have ended since; and what it attended to. Of
+        held ones the tokens that can be chosen by now; ``wait`` for a moment where that is all there is."""
         step = self._in_flight or self._launch(None)
-        assert step is not None, "nothing runs"
+        if step is None:
+            return self.held.release(wait)
         self._ahead, self._behind = self._behind, None
         if self._ahead is None and self._precedes(step):
             with suppress(torch.OutOfMemoryError):  # launched again when it is due; this step's tokens are not lost
                 self._ahead = self._launch(step)
-        chosen = step.chosen()
+        before = self.held.release(wait=False)
+        if step.on_device:
+            chosen = step.rows, step.chosen(), step.selected()
+        else:
+            chosen = self.held.choose(step.rows, step.logits, step.selected())
+            step.ended = Mark(step.logits.device)
         if not step.captured:
             seconds = step.ended.since(step.started)
             if step.prompt_tokens:
@@ -82,7 +91,7 @@ class DecodeSteps:
                 self.scheduler.prefix_cache.speeds.computed(step.prompt_tokens, beyond)
             else:
                 self.seconds = seconds
-        return step.rows, chosen, step.selected()
+        return joined(chosen, before)
 
     @property
     def _in_flight(self) -> _Step | None:
@@ -108,6 +117,8 @@ class DecodeSteps:
             request, source = running.request, known.get(id(running), -1)
             if source >= 0 and len(request.output_token_ids) + 1 >= request.max_tokens:
                 continue  # the token in flight is its last
+            if running in self.held:
+                continue
             rows.append(running)
             tokens.append(0 if source >= 0 else request.output_token_ids[-1])  # of a new one none may be known yet
             sources.append(source)
@@ -141,7 +152,7 @@ class _Step:
         record: SelectionRecord | None,
         prompt_tokens: int,
     ) -> None:
-        self.rows, self.started, self._sampler = rows, started, runner.sampler
+        self.rows, self.started = rows, started
         self.captured, self._asking, self._record = captured, asking, record
         self.prompt_tokens = prompt_tokens
         requests = [running.request for running in rows]
@@ -160,11 +171,7 @@ class _Step:
         self.ended = Mark(logits.device)
 
     def chosen(self) -> Chosen:
-        """Waits for the step."""
-        if not self.on_device:
-            chosen = self._sampler.sample(self.logits, [running.request for running in self.rows])
-            self.ended = Mark(self.logits.device)
-            return chosen
+        """The tokens that the device has chosen; waits for them."""
         self.ended.wait()
         tokens, finite = self._landing.tolist()
         return tokens, [None] * len(tokens), [bool(row) for row in finite]

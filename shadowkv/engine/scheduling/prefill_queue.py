@@ -107,6 +107,8 @@ class PrefillQueue:
             return
         for running in rows:
             running.request.times.scheduled = time.monotonic()
+            if running.request.constraint is not None:
+                running.request.constraint.start()
         work = [(running.sequence, running.new_token_ids) for running in rows]
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
         scored = any(running.request.params.prompt_logprobs is not None for running in rows)

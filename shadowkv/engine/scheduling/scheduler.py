@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -41,6 +42,10 @@ class Running:
 
     request: Request
     sequence: CachedSequence
+    rules_were_late: bool = False
+    """Whether its newest token had to wait for its grammar."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Scores of its prompt, if requested, until its first token is there."""
 
     def __post_init__(self) -> None:
         self.sequence.seed = self.request.seed
@@ -244,6 +249,8 @@ class Scheduler:
         """Ends a request; its sequence stays in the prefix cache if ``keep``."""
         if running in self.running:
             self.running.remove(running)
+        if running.request.constraint is not None:
+            running.request.constraint.close()
         prompt, sequence = running.request.prompt, running.sequence
         if not keep or prompt is None:
             self.prefix_cache.release(sequence)

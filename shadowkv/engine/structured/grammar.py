@@ -1,142 +1,118 @@
-"""Output that follows a JSON schema: tokens that would violate it are masked (XGrammar, arXiv:2411.15100)."""
+"""Output that follows a JSON schema or other rules: tokens that would violate them are masked (XGrammar,
+arXiv:2411.15100)."""
 
 from __future__ import annotations
 
-import re
 import threading
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from importlib.util import find_spec
+from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.engine.request import RequestError
-from shadowkv.engine.structured.grammar_text import grammar_kind
-from shadowkv.engine.structured.json_schema import check_schema, refusal
-from shadowkv.engine.structured.trials import SECONDS, SchemaTrials
-from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema, new_compiler
-
-if TYPE_CHECKING:
-    import xgrammar
-
-    from shadowkv.models.tokenization.tokenizer import Tokenizer
-
-KEPT_BYTES = 2**28
-"""Size of the compiled grammars that are kept."""
-
-CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
+from shadowkv.engine.structured.json_schema import Effort, check_schema, name_and_param, too_costly
+from shadowkv.engine.structured.vocabulary import Vocabulary
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.prefix_cache.protocol import settle
 
 
-class GrammarCompiler:
-    """Compiles schemas for one model's vocabulary. May be used from any thread; compiling does not block the others.
+class Grammars:
+    """The grammars of one engine's requests; may be used from any thread, and never makes one wait.
 
     Attributes:
-        trials: of schemas whose compilation may never end.
+        pool: the processes that compile and match them.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
-        self._vocabulary = partial(Vocabulary.of, tokenizer, vocab_size, stop_ids)
-        self._vocab_size, self._compiler = vocab_size, cast("xgrammar.GrammarCompiler | None", None)
-        self.trials = SchemaTrials(self._vocabulary)
-        self._allowed = torch.empty(0)
-        self._lock = threading.Lock()
-        self._kept: dict[tuple[str, bool], xgrammar.CompiledGrammar] = {}
-        self._kept_bytes, self._keeping = 0, threading.Lock()
+        self.pool = GrammarPool(partial(Vocabulary.of, tokenizer, vocab_size, stop_ids))
+        self._numbers = count()
 
-    def compile(self, schema: str, one_line: bool = False) -> xgrammar.CompiledGrammar:
-        """The grammar of a JSON schema (as JSON text), which is kept, so that the next time is fast.
+    def compile(
+        self, rules: str, one_line: bool = False, effort: Effort | None = None, tenant: str = ""
+    ) -> Future[None]:
+        """Has the grammar of a JSON schema (as JSON text), or of other rules (``grammar_text``), compiled.
 
-        ``one_line`` is as in ``SamplingParams.json_one_line``.
+        Args:
+            one_line: as in ``SamplingParams.json_one_line``.
+            effort: that of ``check_schema``, where that has been called; it takes a while for long schemas.
+            tenant: whose turn it takes.
 
-        Raises RequestError where xgrammar is not installed or cannot follow the schema, or nothing can satisfy it;
-        SchemaTimeout where compiling it would take too long.
+        The future raises RequestError where xgrammar is not installed or cannot follow the rules, or nothing can
+        satisfy them; SchemaTimeout where that takes too much.
         """
-        if (grammar := self._look_up(schema, one_line)) is not None:
-            return grammar
-        cost = check_schema(schema)
         try:
-            with self._lock:
-                compiler = self._compiler = self._compiler or self._build()
-            if cost.effort != "small":
-                self.trials.run(schema, one_line, SECONDS[cost.effort])
-            grammar = compile_schema(compiler, schema, one_line)
-        except ImportError as error:
-            message = "JSON output needs xgrammar, which the server lacks: there, pip install xgrammar"
-            raise RequestError(message, "response_format") from error
-        except RequestError:
-            raise
-        except ValueError as error:
-            raise refusal(str(error), schema) from error
-        self._keep(schema, one_line, grammar)
-        return grammar
+            if find_spec("xgrammar") is None:
+                raise RequestError(
+                    "JSON output needs xgrammar, which the server lacks: there, pip install xgrammar",
+                    name_and_param(rules)[1],
+                )
+            return self.pool.compile(Grammar(rules, one_line), effort or check_schema(rules).effort, tenant)
+        except RequestError as error:
+            settle(refused := Future[None](), error)
+            return refused
 
-    def has(self, schema: str, one_line: bool) -> bool:
-        """Whether the grammar of a schema is kept."""
-        return self._look_up(schema, one_line) is not None
-
-    def constraint(self, schema: str, one_line: bool = False) -> GrammarConstraint:
-        """A new position at the start of the grammar of a schema, or of other rules (``grammar_text``); raises
-        RequestError as ``compile`` does."""
-        grammar = self.compile(schema, one_line)
-        return GrammarConstraint(grammar, self._vocab_size, self._allowed if grammar_kind(schema) is None else None)
-
-    def _build(self) -> xgrammar.GrammarCompiler:
-        info = self._vocabulary().info()
-        self._allowed = _without_control_characters(info.decoded_vocab, self._vocab_size)
-        # The other threads are for requests being served.
-        return new_compiler(info, max(1, torch.get_num_threads() // 2))
-
-    def _look_up(self, schema: str, one_line: bool) -> xgrammar.CompiledGrammar | None:
-        with self._keeping:
-            grammar = self._kept.pop((schema, one_line), None)
-            if grammar is not None:
-                self._kept[schema, one_line] = grammar  # the last one to go
-            return grammar
-
-    def _keep(self, schema: str, one_line: bool, grammar: xgrammar.CompiledGrammar) -> None:
-        with self._keeping:
-            if (schema, one_line) in self._kept:  # another thread was faster
-                return
-            self._kept[schema, one_line] = grammar
-            self._kept_bytes += grammar.memory_size_bytes
-            while self._kept_bytes > KEPT_BYTES:
-                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).memory_size_bytes
+    def constraint(self, rules: str, one_line: bool = False, tenant: str = "") -> GrammarConstraint:
+        """An answer that will follow rules that have been compiled."""
+        return GrammarConstraint(self.pool, next(self._numbers), Grammar(rules, one_line), tenant)
 
 
 class GrammarConstraint:
-    """Position of one request in its grammar."""
+    """One answer's place in its grammar, as the engine's thread sees it (``Constraint``) and the pool's (``Answer``).
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor | None) -> None:
-        import xgrammar
+    What may come next is found in the grammar's process, while the engine goes on.
 
-        self._allowed = allowed
-        self._apply = xgrammar.apply_token_bitmask_inplace
-        self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    Attributes:
+        failure: why it cannot go on; None if it can.
+    """
 
-    def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of tokens that may not come next to -inf, in place."""
-        self._matcher.fill_next_token_bitmask(self._mask, 0)
-        if self._allowed is not None:
-            self._mask &= self._allowed
-        self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
-
-    def accept(self, token: int) -> bool:
-        """Accepts the chosen token; False if it may not come next, as for any token where the grammar is stuck."""
-        return bool(self._matcher.accept_token(token))
+    def __init__(self, pool: GrammarPool, number: int, grammar: Grammar, tenant: str) -> None:
+        self._pool, self._number, self.grammar, self.tenant = pool, number, grammar, tenant
+        self._mask, self._ready = b"", threading.Event()
+        self.failure: str | None = None
 
     @property
-    def complete(self) -> bool:
-        """Whether nothing more may follow."""
-        return bool(self._matcher.is_terminated())
+    def effort(self) -> Effort:
+        """What compiling its grammar may take, should that be gone by now."""
+        return check_schema(self.grammar.rules).effort
 
+    def start(self) -> None:
+        """Has what may come first found, while the engine goes on."""
+        self._pool.open(self._number, self)
 
-def _without_control_characters(vocabulary: list[bytes], vocab_size: int) -> Tensor:
-    """A mask of the tokens without control characters except line ends, which are white space in JSON; int32 [1, n].
+    def is_ready(self, seconds: float | None = 0.0) -> bool:
+        """Whether it is known what may come next, or that the answer cannot go on; waits for that so long."""
+        return self._ready.wait(seconds)
 
-    XGrammar accepts them in strings of limited length, in which JSON does not allow them unescaped.
-    """
-    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
-    bits[:vocab_size] = [CONTROL.search(token) is None for token in vocabulary]
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))[None]
+    def mask(self, logits: Tensor) -> None:
+        """Sets the logits [V] of tokens that may not come next to -inf, in place, if it is ready and has not failed."""
+        if self.failure is not None:
+            return
+        allowed = np.unpackbits(np.frombuffer(self._mask, np.uint8), count=len(logits), bitorder="little")
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> bool:
+        """Takes the chosen token and has found what may follow; False if it may not come next."""
+        if not self._mask[token // 8] >> token % 8 & 1:
+            return False
+        self._ready.clear()
+        self._pool.accept(self._number, self, token)
+        return True
+
+    def close(self) -> None:
+        """Says that the answer has ended."""
+        self._pool.end(self._number, self)
+
+    def may_continue(self, mask: bytes) -> None:
+        """Takes a bit for each token, 1 where it may come next."""
+        self._mask = mask
+        self._ready.set()
+
+    def fail(self, reason: str) -> None:
+        """Ends it."""
+        self.failure = str(too_costly(reason, self.grammar.rules))
+        self._ready.set()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from shadowkv.engine.request import RequestError
+from shadowkv.engine.request import RequestError, SchemaTimeout
 from shadowkv.engine.structured.grammar_text import grammar_kind
 
 ANY_JSON: dict[str, Any] = {}
@@ -83,6 +82,19 @@ def refusal(reason: str, rules: str = "{}") -> RequestError:
     return RequestError(f"the {what} cannot be followed: {reason[:MAX_REASON_CHARS]}", param)
 
 
+def too_costly(reason: str, rules: str) -> SchemaTimeout:
+    """What a client is told about rules that take too much."""
+    other = "a simpler one" if grammar_kind(rules) else "simpler patterns, or fewer properties to be counted"
+    told = refusal(f"{reason}; use {other}", rules)
+    return SchemaTimeout(str(told), told.param)
+
+
+def not_compiled(reason: str, rules: str) -> SchemaTimeout:
+    """What a client is told where that is not due to the rules."""
+    what, param = name_and_param(rules)
+    return SchemaTimeout(f"the {what} was not compiled: {reason}", param)
+
+
 def name_and_param(rules: str) -> tuple[str, str]:
     """What clients know a schema or other rules as, and the parameter that has them."""
     other = grammar_kind(rules)
@@ -96,29 +108,15 @@ def compiler_reason(error: Exception) -> str:
 
 def check_schema(schema: str) -> SchemaCost:
     """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy; of other rules
-    (``grammar_text``) but texts to choose from nothing but their length is known, and whether a regular expression can
-    be read."""
+    (``grammar_text``) but texts to choose from nothing but their length is known."""
     if (other := grammar_kind(schema)) is not None:
         if len(schema) > MAX_SCHEMA_CHARS:
             raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
-        if other[0] == "regex":
-            _check_regex(schema, other[1])
         return SchemaCost(len(schema), 0, anything=False, bounded=other[0] == "choice")
     try:
         return _check(schema)
     except (ValueError, RecursionError) as error:
         raise refusal(str(error)) from error
-
-
-def _check_regex(rules: str, pattern: str) -> None:
-    """One that cannot be read is refused before it waits for the trials of others; the longest takes 0.1 s to read."""
-    with suppress(ImportError):  # that is for the compiler to tell
-        import xgrammar
-
-        try:
-            xgrammar.Grammar.from_regex(pattern)
-        except (RuntimeError, ValueError) as error:
-            raise refusal(compiler_reason(error), rules) from error
 
 
 @lru_cache(maxsize=64)

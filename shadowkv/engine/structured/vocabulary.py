@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shadowkv.engine.structured.grammar_text import choice_grammar, grammar_kind
 from shadowkv.engine.structured.json_schema import check_schema, compiler_reason
@@ -13,8 +16,7 @@ if TYPE_CHECKING:
 
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-CACHE_BYTES = 2**28
-"""Size of the parts of grammars that the compiler keeps: others have the same ones."""
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,24 @@ class Vocabulary:
             self.texts, vocab_type=kind, vocab_size=len(self.texts), stop_token_ids=self.stop_ids
         )
 
+    def without_control_characters(self) -> bytes:
+        """A bit for each token, 1 where it has no control characters but line ends, which are white space in JSON.
 
-def new_compiler(info: xgrammar.TokenizerInfo, threads: int) -> xgrammar.GrammarCompiler:
-    """A compiler that works with so many threads."""
+        XGrammar accepts them in strings of limited length, in which JSON does not allow them unescaped.
+        """
+        bits = np.zeros(-(-len(self.texts) // 32) * 32, bool)
+        bits[: len(self.texts)] = [CONTROL.search(token) is None for token in self.info().decoded_vocab]
+        return np.packbits(bits, bitorder="little").tobytes()
+
+
+def compile_schema(info: xgrammar.TokenizerInfo, schema: str, one_line: bool) -> xgrammar.CompiledGrammar:
+    """The grammar of a JSON schema, or of other rules (``grammar_text``).
+
+    Raises ValueError with the compiler's reason where it cannot be followed, MemoryError where it takes too much.
+    """
     import xgrammar
 
-    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
-
-
-def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str, one_line: bool) -> xgrammar.CompiledGrammar:
-    """The grammar of a JSON schema, or of other rules (``grammar_text``); raises ValueError with the compiler's reason
-    where it cannot be followed."""
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)  # its cache has the parts that a grammar repeats
     try:
         if (other := grammar_kind(schema)) is not None:
             kind, rules = other
@@ -66,4 +75,6 @@ def compile_schema(compiler: xgrammar.GrammarCompiler, schema: str, one_line: bo
             return compiler.compile_builtin_json_grammar()
         return compiler.compile_json_schema(schema, any_whitespace=not one_line)
     except (RuntimeError, ValueError) as error:  # includes RecursionError
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
         raise ValueError(compiler_reason(error)) from error

@@ -20,7 +20,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.owners import prompt_owner
+from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
@@ -171,7 +171,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
-            compiling = engine.compile_grammar(request.output_schema, request.on_one_line)
+            compiling = engine.compile_grammar(request.output_schema, request.on_one_line, current_tenant())
             await asyncio.wait_for(compiling, None if deadline is None else deadline - time.monotonic())
         except asyncio.TimeoutError:
             raise DeadlineExceeded(TOO_LONG) from None

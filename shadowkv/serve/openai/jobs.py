@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.outputs import NOTHING_FOLLOWS, TextOutput, TokenLogprobs
+from shadowkv.engine.outputs import TextOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
@@ -90,10 +90,11 @@ class Job:
                 async for index, output in outputs:
                     if see and not output.is_progress:
                         see[index](output)
-                    if output.error == NOTHING_FOLLOWS:  # as the client's rules have it
-                        raise ApiError(output.error, param="response_format", code="nothing_follows")
                     if output.error is not None:
-                        raise ApiError(output.error, status=500, code="generation_failed")
+                        status = {None: 500, "nothing_follows": 400, "timeout": 504}[output.error_code]
+                        param = None if output.error_code is None else "response_format"
+                        code = output.error_code or "generation_failed"
+                        raise ApiError(output.error, status=status, param=param, code=code)
                     if output.is_progress:
                         yield index, output
                         continue

@@ -1,0 +1,91 @@
+"""Rows whose logits are known before it is known what their grammars allow: they are held, and others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, cat
+
+from shadowkv.engine.execution.sampler import Sampler
+from shadowkv.engine.outputs import TokenLogprobs, TokenSelections
+from shadowkv.engine.scheduling.scheduler import Running, Scheduler
+
+Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
+"""Tokens, their log-probabilities where requested, and whether each row's logits were finite."""
+
+Selected = dict[int, TokenSelections | None]
+"""By row, where requested."""
+
+ChosenRows = tuple[list[Running], Chosen, Selected]
+
+RULES_SECONDS = 0.005
+"""What a step may wait for its grammars, beyond the time that the step itself gives them. Masks usually take less than
+0.2 ms, many of one grammar as often that. A row that was late is not waited for the next time."""
+
+IDLE_SECONDS = 0.01
+"""How long nothing is done where all rows are held: requests may come."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A row, its logits [1, V], and what it attended to, if that was requested."""
+
+    running: Running
+    logits: Tensor
+    selections: TokenSelections | None
+
+
+class HeldRows:
+    """Chooses tokens that the host helps choose, of the rows that are ready, and holds the others until they are."""
+
+    def __init__(self, sampler: Sampler, scheduler: Scheduler) -> None:
+        self._sampler, self._scheduler = sampler, scheduler
+        self._held: list[_Held] = []
+
+    def __contains__(self, running: Running) -> bool:
+        return any(held.running is running for held in self._held)
+
+    def choose(self, rows: Sequence[Running], logits: Tensor, selected: Selected) -> ChosenRows:
+        """The next tokens of ``rows``, as far as their rules are ready; ``logits`` [B, V] may be changed."""
+        end, ready = time.monotonic() + RULES_SECONDS, []
+        for row, running in enumerate(rows):
+            seconds = 0.0 if running.rules_were_late else max(0.0, end - time.monotonic())
+            running.rules_were_late = not _rules_are_ready(running, seconds)
+            if running.rules_were_late:
+                self._held.append(_Held(running, logits[row : row + 1].clone(), selected.get(row)))
+            else:
+                ready.append(row)
+        kept = [rows[row] for row in ready]
+        if len(kept) < len(rows):
+            logits = logits[ready]
+        chosen = self._sampler.sample(logits, [running.request for running in kept]) if kept else ([], [], [])
+        return kept, chosen, {number: selected[row] for number, row in enumerate(ready) if row in selected}
+
+    def release(self, wait: bool) -> ChosenRows:
+        """The next tokens of the held rows that are ready by now; ``wait`` for a moment if there are none."""
+        running = self._scheduler.running
+        self._held = [held for held in self._held if held.running in running]  # others were aborted
+        if wait and self._held:
+            _rules_are_ready(self._held[0].running, IDLE_SECONDS)
+        ready = [held for held in self._held if _rules_are_ready(held.running, 0.0)]
+        if not ready:
+            return [], ([], [], []), {}
+        self._held = [held for held in self._held if held not in ready]
+        logits = ready[0].logits if len(ready) == 1 else cat([held.logits for held in ready])
+        rows = [held.running for held in ready]
+        selected = {row: held.selections for row, held in enumerate(ready)}
+        return rows, self._sampler.sample(logits, [row.request for row in rows]), selected
+
+
+def joined(first: ChosenRows, second: ChosenRows) -> ChosenRows:
+    """Both, one behind the other."""
+    (rows, (tokens, logprobs, finite), selected), (more, others, others_selected) = first, second
+    chosen = tokens + others[0], logprobs + others[1], finite + others[2]
+    return [*rows, *more], chosen, selected | {len(rows) + row: of_it for row, of_it in others_selected.items()}
+
+
+def _rules_are_ready(running: Running, seconds: float) -> bool:
+    constraint = running.request.constraint
+    return constraint is None or constraint.is_ready(seconds)

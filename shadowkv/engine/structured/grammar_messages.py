@@ -1,0 +1,45 @@
+"""What the engine's process and those of grammars say to one another (``grammar_pool.py``, ``grammar_process.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPILED, REFUSED, MASK = b"C", b"R", b"M"
+"""First byte of an answer. Behind it: the grammar's bytes of memory, in text; why the compiler refuses it; the tokens
+that may come next, a bit for each."""
+
+OUT_OF_MEMORY = 75
+"""Exit code of a process that would need more memory than it may have."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """The first message to a process: its grammar, and what it may take.
+
+    Attributes:
+        rules: a JSON schema or other rules (``grammar_text``).
+        seconds: of the processor, to compile it.
+        match_seconds: of the processor, to accept tokens of an answer and find the next ones.
+        memory: bytes beyond what the process begins with.
+    """
+
+    rules: str
+    one_line: bool
+    seconds: float
+    match_seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Match:
+    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new."""
+
+    answer: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Says that an answer has ended."""
+
+    answer: int

@@ -1,0 +1,71 @@
+"""Who is next where tenants share something: by turns of those that have had least of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+
+class Payer(Protocol):
+    """Something that is worked on for a tenant."""
+
+    @property
+    def pays(self) -> str:
+        """The tenant."""
+        ...
+
+
+P = TypeVar("P", bound=Payer)
+
+
+def next_to_start(queued: Sequence[P], at_work: Iterable[Payer], places: int) -> P | None:
+    """Which of those that are queued takes a free place: the first of the tenant with the fewest at work. A tenant that
+    has some leaves the last of several places to others."""
+    by_tenant = Counter(payer.pays for payer in at_work)
+    free = places - by_tenant.total()
+    may = [payer for payer in queued if not by_tenant[payer.pays] or free > 1 or places == 1]
+    return min(may, key=lambda payer: by_tenant[payer.pays]) if free > 0 and may else None
+
+
+class Turns:
+    """Shares time between those that run for long: each tenant gets as much as any other, and each of its own as well.
+
+    A tenant that comes anew has had as much as the one with the least.
+
+    Args:
+        places: how many run at a time.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._tenants: dict[str, float] = {}
+        self._payers: dict[Payer, float] = {}
+        self._running: list[tuple[Payer, str]] = []
+        self._since = 0.0
+
+    def change(self, payers: Sequence[P], now: float) -> list[P]:
+        """Which of all that want to run do so from ``now`` on."""
+        for payer, tenant in self._running:
+            self._tenants[tenant] += now - self._since
+            self._payers[payer] += now - self._since
+        self._since = now
+        self._tenants = _with_newcomers(self._tenants, [payer.pays for payer in payers])
+        self._payers = _with_newcomers(self._payers, payers)
+        ahead, waiting, chosen = Counter[str](), list(payers), list[P]()
+        while waiting and len(chosen) < self._places:
+            one = min(waiting, key=lambda payer: (ahead[payer.pays], self._tenants[payer.pays], self._payers[payer]))
+            ahead[one.pays] += 1
+            waiting.remove(one)
+            chosen.append(one)
+        self._running = [(payer, payer.pays) for payer in chosen]
+        return chosen
+
+
+K = TypeVar("K")
+
+
+def _with_newcomers(had: dict[K, float], present: Iterable[K]) -> dict[K, float]:
+    present = list(present)
+    least = min((had[one] for one in present if one in had), default=0.0)
+    return {one: had.get(one, least) for one in present}

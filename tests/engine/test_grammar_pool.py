@@ -1,0 +1,306 @@
+"""Grammars that never compile or take forever to match: their processes are ended, and nobody else waits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.request import SchemaTimeout
+from shadowkv.engine.startup.loading import tokenizer_from_config
+from shadowkv.engine.structured import grammar_pool
+from shadowkv.engine.structured.grammar import GrammarConstraint, Grammars
+from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
+from shadowkv.engine.structured.json_schema import check_schema
+from shadowkv.engine.structured.turns import Turns, next_to_start
+from shadowkv.engine.structured.vocabulary import Vocabulary
+from tests.grammar_answers import SECONDS, accepts, begun
+
+MODULE = "shadowkv.engine.structured.grammar_process"
+HOSTILE = '{"type": "string", "pattern": "(.{0,3}a?){0,20}"}'
+"""For tokens of several letters: with bytes it takes milliseconds."""
+AMBIGUOUS = "grammar:root ::= s\ns ::= s s | [^x]"
+"""Compiled at once; each letter of an answer takes longer than the last."""
+NESTED = 'grammar:root ::= (((("a"{0,1000}){0,1000}){0,1000}){0,1000}){0,1000}'
+"""Compiled at once; a token of several letters takes seconds."""
+LETTERS = "grammar:root ::= [a-c]{40}"
+
+HELD = f"""
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.startup.loading import tokenizer_from_config
+from shadowkv.engine.structured import grammar, grammar_pool
+grammar_pool.COMPILE_SECONDS["medium"] = 1000.0
+grammars = grammar.Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
+grammars.compile({HOSTILE!r}).result()
+"""
+
+
+def processes(of: int | None = None) -> list[psutil.Process]:
+    """Of a process, the one that grammars' are forked from, and those."""
+    found = []
+    for child in psutil.Process(of).children(recursive=True):
+        with suppress(psutil.Error):
+            if MODULE in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Grammars]:
+    """Of SmolLM2's tokens."""
+    grammars = Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
+    yield grammars
+    grammars.pool.close()
+
+
+@pytest.fixture
+def grammars(shared: Grammars) -> Grammars:
+    """The same, with processes that run."""
+    shared.compile("{}").result(SECONDS)
+    return shared
+
+
+def mine(before: set[int]) -> list[psutil.Process]:
+    """Processes that were not there before."""
+    return [process for process in processes() if process.pid not in before]
+
+
+def follow(answer: GrammarConstraint, tokens: int) -> list[int]:
+    """Goes on with an answer, by the first token of several that may come next; returns them."""
+    taken: list[int] = []
+    while len(taken) < tokens and answer.failure is None:
+        logits = torch.zeros(49_152)
+        answer.mask(logits)
+        may = (logits == 0).nonzero().flatten().tolist()
+        taken.append(may[len(may) // 2])
+        assert accepts(answer, taken[-1])
+    return taken
+
+
+def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1.0)
+    before = {process.pid for process in processes()}
+    with pytest.raises(SchemaTimeout, match="compiling it takes more than 1 second; use simpler"):
+        grammars.compile(HOSTILE).result(SECONDS)
+    wait_until(lambda: not mine(before))
+    begin = time.process_time()
+    with pytest.raises(SchemaTimeout, match="takes more than"):
+        grammars.compile(HOSTILE, tenant="another").result(SECONDS)
+    assert time.process_time() - begin < 0.5 and not mine(before)
+    grammars.compile('{"type": "string", "pattern": "^[a-z]{3}$"}').result(SECONDS)
+    assert len(mine(before)) == 1
+
+
+@pytest.mark.parametrize(
+    "rules, what, advice, param",
+    [
+        (f'{{"items": {HOSTILE}}}', "JSON schema", "fewer properties", "response_format"),
+        (f"regex:{'(a|b)?' * 300}", "regex", "use a simpler one$", "structured_outputs"),
+        (f"grammar:root ::= {'[a-z]? ' * 400}", "grammar", "use a simpler one$", "structured_outputs"),
+    ],
+)
+def test_it_is_told_what_takes_too_long(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, rules: str, what: str, advice: str, param: str
+) -> None:
+    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 0.2)
+    with pytest.raises(SchemaTimeout, match=f"^the {what} cannot be followed: compiling it .*{advice}") as caught:
+        grammars.compile(rules).result(SECONDS)
+    assert caught.value.param == param
+
+
+def test_one_that_takes_too_much_memory_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_pool, "MEMORY_BYTES", 2**24)
+    strings = [{"type": "string", "maxLength": 20 + number} for number in range(60)]
+    with pytest.raises(SchemaTimeout, match=r"compiling it takes more than 0\.015625 GiB of memory"):
+        grammars.compile(str({"anyOf": strings}).replace("'", '"')).result(SECONDS)
+
+
+@pytest.mark.parametrize("rules", [AMBIGUOUS, NESTED])
+def test_an_answer_that_takes_too_long_to_match_is_ended(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, rules: str
+) -> None:
+    monkeypatch.setattr(grammar_pool, "MATCH_SECONDS", 0.5)
+    costly = begun(grammars, rules)
+    follow(costly, 100)
+    assert costly.failure is not None and "finding what may come next takes more than" in costly.failure
+
+
+def test_others_of_its_grammar_go_on(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_pool, "MATCH_SECONDS", 1.0)
+    other, mild, costly = (begun(grammars, AMBIGUOUS, tenant=tenant) for tenant in "bba")
+    follow(mild, 2)
+    follow(costly, 100)
+    assert costly.failure is not None
+    with pytest.raises(SchemaTimeout, match="finding what may come next takes more than 1 second; use a simpler one"):
+        grammars.compile(AMBIGUOUS, tenant="a").result(SECONDS)
+    grammars.compile(AMBIGUOUS, tenant="b").result(SECONDS)  # who has done no such thing
+    for answer in (other, mild):
+        assert len(follow(answer, 1)) == 1 and answer.failure is None
+        answer.close()
+
+
+@pytest.mark.parametrize("killed", ["its own", "the one that it was forked from"])
+def test_an_answer_goes_on_where_its_process_is_killed(grammars: Grammars, killed: str) -> None:
+    undisturbed, disturbed = begun(grammars, LETTERS), begun(grammars, LETTERS)
+    expected = follow(undisturbed, 12)
+    assert follow(disturbed, 4) == expected[:4]
+    forker = min(processes(), key=lambda process: process.create_time())
+    victims = forker.children() if killed == "its own" else [forker]
+    for process in victims:
+        process.kill()
+    assert follow(disturbed, 8) == expected[4:]
+    wait_until(lambda: not any(process.is_running() for process in victims))
+    for answer in (undisturbed, disturbed):
+        assert len(follow(answer, 1)) == 1 and answer.failure is None
+        answer.close()
+
+
+def test_a_compilation_that_nobody_waits_for_is_ended(grammars: Grammars) -> None:
+    before = {process.pid for process in processes()}
+    compiling = grammars.compile('{"type": "string", "pattern": "(.{0,3}a?){0,21}"}')
+    wait_until(lambda: mine(before))
+    assert compiling.cancel()
+    wait_until(lambda: not mine(before))
+    with pytest.raises(CancelledError):
+        compiling.result()
+
+
+def test_a_compilation_whose_process_is_killed_is_refused(grammars: Grammars) -> None:
+    before = {process.pid for process in processes()}
+    compiling = grammars.compile('{"type": "string", "pattern": "(.{0,3}a?){0,22}"}')
+    wait_until(lambda: mine(before))
+    mine(before)[0].kill()
+    with pytest.raises(SchemaTimeout, match=r"has ended \(SIGKILL\)"):
+        compiling.result(SECONDS)
+
+
+def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)
+    before = {process.pid for process in processes()}
+    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}{number}"}}' for number in range(6)]
+    slow = [grammars.compile(pattern, tenant="abcabc"[number]) for number, pattern in enumerate(patterns)]
+    wait_until(lambda: len([one for one in mine(before) if one.status() == psutil.STATUS_STOPPED]) == 1)
+    own = psutil.Process().nice()
+    assert [one.nice() > own for one in mine(before)] == [True] * 3
+    quick = begun(grammars, LETTERS)
+    assert len(follow(quick, 20)) == 20 and not any(one.done() for one in slow)
+    quick.close()
+    for one in slow:
+        assert one.cancel()
+    wait_until(lambda: len(mine(before)) <= 1)
+
+
+def test_closing_ends_what_is_compiled_and_matched() -> None:
+    grammars = Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
+    before = {process.pid for process in processes()}
+    answer, compiling = begun(grammars, "{}"), grammars.compile(HOSTILE)
+    wait_until(lambda: len(mine(before)) >= 3)
+    grammars.pool.close()
+    with pytest.raises(SchemaTimeout, match="being shut down"):
+        compiling.result(SECONDS)
+    with pytest.raises(SchemaTimeout, match="being shut down"):
+        grammars.compile("{}").result(SECONDS)
+    assert answer.failure is not None and "being shut down" in answer.failure
+    wait_until(lambda: not mine(before))
+
+
+def test_a_process_that_does_not_start_is_no_grammars_fault() -> None:
+    pool = GrammarPool(lambda: Vocabulary(["a"], True, [0]), "no_such_module")
+    for _ in range(2):
+        with pytest.raises(SchemaTimeout, match=r"a process for it has not started \(exit code 1\)"):
+            pool.compile(Grammar("{}", False), "small", "").result(SECONDS)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "effort"),
+    [
+        ('{"type": "integer"}', "small"),
+        ('{"properties": {"pattern": {"type": "string"}}}', "small"),
+        (HOSTILE, "medium"),
+        ('{"$ref": "#/a/0", "a": [{"pattern": "a?"}]}', "medium"),
+        ('{"propertyNames": {"maxLength": 3}}', "medium"),
+        ('{"patternProperties": {"a": {}}}', "medium"),
+        ('{"properties": {"a": {}}, "minProperties": 1}', "medium"),
+        ('{"maxLength": 60}', "medium"),
+        ('{"maxLength": 900}', "large"),
+        ('{"pattern": "a{900}"}', "large"),
+    ],
+)
+def test_how_much_effort_a_schema_may_take(schema: str, effort: str) -> None:
+    assert check_schema(schema).effort == effort
+
+
+def test_they_end_with_the_process_that_asked_for_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", HELD]) as asks:
+        try:
+            wait_until(lambda: len(processes(asks.pid)) == 2)
+            forker, compiles = sorted(processes(asks.pid), key=lambda process: process.create_time())
+            assert compiles.ppid() == forker.pid
+            compiles.send_signal(signal.SIGSTOP)
+        finally:
+            asks.kill()
+    for process in (forker, compiles):
+        wait_until(lambda process=process: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schemas = [f'{{"enum": ["kept {number}"]}}' for number in range(4)]
+    monkeypatch.setattr(grammar_pool, "KEPT_BYTES", 0)
+    grammars.compile(schemas[0]).result(SECONDS)
+    grammars.compile(schemas[1]).result(SECONDS)
+    wait_until(lambda: not grammars.pool.has(Grammar(schemas[0], False)))
+    used = begun(grammars, schemas[2])
+    grammars.compile(schemas[3]).result(SECONDS)
+    assert grammars.pool.has(Grammar(schemas[2], False)) and not grammars.pool.has(Grammar(schemas[2], True))
+    assert len(follow(used, 1)) == 1
+    used.close()
+
+
+@dataclass(eq=False)
+class Job:
+    pays: str
+
+
+def test_the_tenant_with_the_fewest_at_work_is_next_and_leaves_the_last_place_to_others() -> None:
+    first, second, other = Job("a"), Job("a"), Job("b")
+    assert next_to_start([first, second, other], [], 3) is first
+    assert next_to_start([second, other], [first], 3) is other
+    assert next_to_start([second], [first], 3) is second
+    assert next_to_start([Job("a")], [first, second], 3) is None
+    assert next_to_start([Job("a"), other], [first, second], 3) is other
+    assert next_to_start([second], [], 1) is second
+    assert next_to_start([other], [first], 1) is None
+
+
+def test_tenants_and_their_own_get_equal_shares_of_turns() -> None:
+    turns, jobs = Turns(2), [Job("a"), Job("a"), Job("a"), Job("b")]
+    had = dict.fromkeys(jobs, 0)
+    for step in range(60):
+        for job in turns.change(jobs, float(step)):
+            had[job] += 1
+    assert had[jobs[3]] == 60 and all(had[job] == 20 for job in jobs[:3])
+    late = [*jobs, Job("c"), Job("c")]
+    for step in range(60, 120):
+        for job in turns.change(late, float(step)):
+            had[job] = had.get(job, 0) + 1
+    assert 35 <= sum(had[job] for job in late[4:]) <= 45 and 95 <= had[jobs[3]] <= 105
