@@ -30,6 +30,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
+SCHEDULING_POLICIES = ("fair", "fcfs", "priority")
+SPARE_SEQS = 1
+"""Sequences that may run beyond ``max_num_seqs``: the only one of a tenant for whom nothing else is computed."""
 QUANTIZATION_HELP = (
     "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; none: weights in --dtype, whatever files "
     "have; others: of random weights (--load-format dummy), and of shapes in plans (default: the files' own)"
@@ -62,6 +65,7 @@ class EngineConfig:
     eviction: str = "lru"
     role: str = "both"
     max_queued_seqs: int = 1024
+    scheduling_policy: str = "fair"
     default_max_tokens: int = 1024
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
@@ -113,6 +117,7 @@ class EngineConfig:
                 ("prefill", PREFILL),
                 ("eviction", tuple(POLICIES)),
                 ("role", ROLES),
+                ("scheduling_policy", SCHEDULING_POLICIES),
             )
             if getattr(self, name) not in known
         ]
@@ -279,8 +284,12 @@ class EngineConfig:
             "--max-queued-seqs",
             type=int,
             metavar="N",
-            help="requests that may wait; more are refused (default: %(default)s)",
+            help="requests of one API key, or address, that may wait, and half of all; more are refused "
+            "(default: %(default)s)",
         )
+        text = "who is next: fair: API keys, or addresses, take turns by tokens; fcfs: first come, first served; "
+        text += "priority: by requests' priority, lower numbers first (default: %(default)s)"
+        add(batch, "--scheduling-policy", choices=SCHEDULING_POLICIES, help=text)
         add(
             batch,
             "--default-max-tokens",

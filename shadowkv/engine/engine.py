@@ -150,8 +150,15 @@ class Engine:
         overrides = config.override_generation_config or {}
         self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
         self.notes += defaults_in_words(self.sampling_defaults, bool(overrides))
-        self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self.pace = Pace()
+        self.scheduler = Scheduler(
+            self.cache,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            prefix_cache,
+            config.scheduling_policy,
+            self.pace,
+        )
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len
@@ -206,6 +213,7 @@ class Engine:
         if request.constraint is not None:
             request.constraint.start()
             request.constraint.is_ready(None)
+        self.scheduler.waiting.start_elsewhere(request)
         self.scheduler.computed([running])
         request.cached_tokens, request.times.scheduled = sequence.length, time.monotonic()
         return self._take_token(running, token, None)
@@ -242,6 +250,12 @@ class Engine:
     def num_running(self) -> int:
         """Requests that own a sequence."""
         return len(self.scheduler.running) + self.prefill_queue.num_requests
+
+    def num_running_of(self, tenant: str) -> int:
+        """The same, of one tenant; may be called from any thread."""
+        prefills = [*self.prefill_queue.at_work]
+        rows = [*self.scheduler.running, *(row for prefill in prefills for row in prefill.rows)]
+        return sum(row.request.tenant == tenant for row in rows)
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""

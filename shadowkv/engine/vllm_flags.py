@@ -163,7 +163,6 @@ FLAGS = (
     _refused("--return-tokens-as-token-ids", words=_TOKEN_IDS, values=0),
     _refused("--logprobs-mode", words=_LOGPROBS, fine=("raw_logprobs",)),
     _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
-    _refused("--scheduling-policy", words="requests are served as they come", fine=("fcfs",)),
     _refused("--middleware", words=_PLUGINS),
     _refused("--tool-parser-plugin", words=f"{_PLUGINS}; --tool-call-parser has the known formats"),
     _refused("--uds", words="--host and --port"),

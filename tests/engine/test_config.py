@@ -30,6 +30,7 @@ SET = EngineConfig(
     eviction="graph",
     role="prefill",
     max_queued_seqs=77,
+    scheduling_policy="priority",
     default_max_tokens=77,
     generation_config="vllm",
     override_generation_config={"top_k": 5},

@@ -195,13 +195,13 @@ def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)
+    quick = begun(grammars, LETTERS)
     before = {process.pid for process in processes()}
     patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}{number}"}}' for number in range(6)]
     slow = [grammars.compile(pattern, tenant="abcabc"[number]) for number, pattern in enumerate(patterns)]
     wait_until(lambda: len([one for one in mine(before) if one.status() == psutil.STATUS_STOPPED]) == 1)
     own = psutil.Process().nice()
     assert [one.nice() > own for one in mine(before)] == [True] * 3
-    quick = begun(grammars, LETTERS)
     assert len(follow(quick, 20)) == 20 and not any(one.done() for one in slow)
     quick.close()
     for one in slow:

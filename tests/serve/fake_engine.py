@@ -125,7 +125,9 @@ class FakeEngine:
         if "EMPTY" in rules:
             raise RequestError("the JSON schema cannot be followed", "response_format")
 
-    def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
+    def request(
+        self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0
+    ) -> Request:
         asked = 1 if params.max_tokens is None else params.max_tokens
         least, most = min(prompt_token_ids, default=-1), max(prompt_token_ids, default=-1)
         if not 0 <= least <= most < self.tokenizer.vocab_size:

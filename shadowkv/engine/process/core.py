@@ -33,6 +33,9 @@ from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
+TENANTS = 2
+"""How many tenants' requests may wait, where each has as many as it may."""
+
 LINGER_MS = 1000
 """How long the last messages may take to leave."""
 
@@ -49,7 +52,7 @@ class EngineCore:
     def __init__(self, engine: Engine, folder: str, name: str) -> None:
         self.engine, self.name, self._limit = engine, name, engine.config.max_queued_seqs
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, str] = {}  # by id, the tenant
         self._gone: set[str] = set()
         self._saves: dict[str, Callable[[], None]] = {}
         self._answers: dict[tuple[str, int], Future[Any]] = {}
@@ -189,16 +192,18 @@ class EngineCore:
         return expect
 
     def _take_request(self, client: bytes, add: messages.Add) -> None:
-        if len(self._in_flight) - self.engine.num_running >= self._limit:
+        waiting = len(self._in_flight) - self.engine.num_running
+        own = [*self._in_flight.values()].count(add.tenant) - self.engine.num_running_of(add.tenant)
+        if own >= self._limit or waiting >= TENANTS * self._limit:
             text = f"no more than {counted(self._limit, 'request')} may wait (--max-queued-seqs)"
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
-        self._in_flight.add(add.request_id)
+        self._in_flight[add.request_id] = add.tenant
         try:
             prompt = messages.unpack_ids(add.prompt)
             request = self.engine.requests.request(add.request_id, prompt, add.params, add.tenant, add.priority)
         except RequestError as error:
-            self._in_flight.discard(add.request_id)
+            self._in_flight.pop(add.request_id, None)
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, str(error), error.param))])
         except Exception as error:  # of one request: the others are served
             logger.exception("a request could not be made")
@@ -251,7 +256,7 @@ class EngineCore:
         for output in outputs:
             name = output.request_id
             if output.finish_reason is not None:
-                self._in_flight.discard(name)
+                self._in_flight.pop(name, None)
                 save = self._saves.pop(name, None)
                 if save is not None and output.finish_reason != "error":
                     save()
@@ -286,7 +291,7 @@ class EngineCore:
 
     def _add(self, client: str, request: Request, save: tuple[int, str] | None) -> None:
         if client in self._gone:
-            self._in_flight.discard(request.request_id)
+            self._in_flight.pop(request.request_id, None)
         if request.request_id not in self._in_flight:
             return  # aborted by now
         if save is not None:
@@ -301,7 +306,7 @@ class EngineCore:
             self._tell(client, messages.Refused(request.request_id, str(error), error.param))
 
     def _end(self, name: str, end: Callable[[str], None]) -> None:
-        self._in_flight.discard(name)
+        self._in_flight.pop(name, None)
         self._saves.pop(name, None)
         end(name)
 

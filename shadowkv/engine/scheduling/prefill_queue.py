@@ -28,6 +28,10 @@ burst wait for it: with half of the time for the long one, ten that came within 
 to 0.40 s on an H200, and with all for them they would have taken the device a quarter of a second."""
 
 
+MOST_AT_WORK = 3
+"""A long one, a pack that has overtaken it, and newcomers that have overtaken that: each has activations of its own."""
+
+
 @dataclass(eq=False)
 class PrefillAtWork:
     """Requests whose prompts are computed together.
@@ -71,7 +75,8 @@ class PrefillQueue:
     """Starts a scheduler's prefills and continues them.
 
     A short one starts where the current long one is paused, and is finished first. Another does so only when the long
-    one has since had its ``LONG_SHARE`` of the device's time.
+    one has since had its ``LONG_SHARE`` of the device's time, or where it is a tenant's only one: that may overtake a
+    pack of others' short ones as well.
 
     Attributes:
         at_work: the last one is running; those before it are long and paused.
@@ -81,6 +86,10 @@ class PrefillQueue:
     def __init__(self, runner: Runner, scheduler: Scheduler, pace: Pace) -> None:
         self.runner, self.scheduler, self.pace = runner, scheduler, pace
         self.at_work: list[PrefillAtWork] = []
+
+    @property
+    def _leaders(self) -> list[Leader]:
+        return [leader for prefill in self.at_work for leader in prefill.leaders]
 
     @property
     def num_requests(self) -> int:
@@ -98,9 +107,10 @@ class PrefillQueue:
         """Starts another one if it is the turn of requests, with several prompts only up to ``most_tokens``."""
         if not self.at_work:
             rows = self.scheduler.admit(most_tokens=most_tokens)
-        elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
-            leaders = [leader for prefill in self.at_work for leader in prefill.leaders]
-            rows = self.scheduler.admit(leaders, most_tokens)
+        elif (last := self.at_work[-1]).long and last.owed <= 0:
+            rows = self.scheduler.admit(self._leaders, most_tokens)
+        elif len(self.at_work) < MOST_AT_WORK and self.scheduler.waiting.has_newcomers:
+            rows = self.scheduler.admit(self._leaders, most_tokens, newcomers_only=True)
         else:
             return
         if not rows:

@@ -1,6 +1,7 @@
-"""Which requests run: admission of waiting requests, in order of arrival, against both memory budgets.
+"""Which requests run: admission of waiting requests, in the order of ``WaitingQueue``, against both memory budgets.
 
 A request is admitted only if every page it may need up to its last token is free, so running requests cannot run out.
+A place and a little memory are only for tenants for whom nothing is computed yet.
 Short prompts need not wait for long ones, and take nothing from them. Requests that share a prefix wait for the first
 of them to compute it, where that is less than all of them would compute.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,8 @@ import torch
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.request import Request, RequestError
+from shadowkv.engine.scheduling.pacing import Pace
+from shadowkv.engine.scheduling.waiting_queue import WaitingQueue
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import PAGE
@@ -30,6 +32,9 @@ from shadowkv.prefix_cache.page_names import common_pages
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
+
+SPARE_TOKENS = 1024
+"""A short question and its answer, for which there is room beside the requests of other tenants."""
 
 MOST_ON_THEIR_WAY = 32
 """Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
@@ -116,7 +121,7 @@ class Scheduler:
 
     Args:
         cache: whose sequences are scheduled.
-        max_num_seqs: most requests that run at once.
+        max_num_seqs: most requests that run at once; one more does where that is its tenant's only one.
         max_num_batched_tokens: tokens computed together, of prompts and of sequences that decode; a longer prompt goes
             alone, and so does one of more than a block.
     """
@@ -127,13 +132,22 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_cache: PrefixCache | None = None,
+        policy: str = "fair",
+        pace: Pace | None = None,
     ) -> None:
-        self.cache = cache
+        self.cache, self._pace = cache, pace or Pace()
         self.prefix_cache = PrefixCache(cache) if prefix_cache is None else prefix_cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(policy)
         self.running: list[Running] = []
         self._refused: Attempt | None = None
+
+    @property
+    def _spare(self) -> Blocks:
+        """Memory that requests of tenants that have others leave to those that have none."""
+        tokens = min(SPARE_TOKENS, self.cache.max_model_len)
+        need = self.cache.demand(tokens, tokens)
+        return Blocks({tier: need[tier] for tier in self.cache.layout.paged})
 
     @property
     def could_admit(self) -> bool:
@@ -160,18 +174,19 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; what it needs from the disk is read in the meantime."""
-        self.waiting.append(request)
+        seconds = self._pace.seconds(len(request.prompt_token_ids))
+        self.waiting.add(request, seconds if math.isfinite(seconds) else 0.0)
         self._match(request)
 
     def cancel(self, request_id: str) -> bool:
         """Removes a waiting request from the queue; returns whether it was there."""
         request = next((waiting for waiting in self.waiting if waiting.request_id == request_id), None)
         if request is not None:
-            self._leave_queue(request)
+            self.waiting.remove(request)
+            self._forget_match(request)
         return request is not None
 
-    def _leave_queue(self, request: Request) -> None:
-        self.waiting.remove(request)
+    def _forget_match(self, request: Request) -> None:
         if request.prompt is not None:
             self.prefix_cache.forget(request.prompt)
 
@@ -179,24 +194,30 @@ class Scheduler:
         """Whether ``new`` tokens of a prompt take more than a block: others may overtake it."""
         return new > BLOCK_TOKENS[self.cache.device.type]
 
-    def admit(self, at_work: Iterable[Leader] = (), most_tokens: float = math.inf) -> list[Running]:
+    def admit(
+        self, at_work: Iterable[Leader] = (), most_tokens: float = math.inf, newcomers_only: bool = False
+    ) -> list[Running]:
         """The waiting requests to prefill together next, with their sequences.
 
         Args:
             at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
                 them and the others, and the others have at most a block.
             most_tokens: a further limit on prompts that are packed; one may have more by itself.
+            newcomers_only: whether to admit only requests of tenants for whom nothing is computed.
         """
         admitted: list[Running] = []
         leaders = list(at_work)
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
-        waiting = tuple(self.waiting)
+        waiting = self.waiting.ordered()
         sharing = Sharing(waiting)
         limit = min(most_tokens, self.max_num_batched_tokens - len(self.running))
         if beside:
             limit = min(limit, BLOCK_TOKENS[self.cache.device.type])
         for number, request in enumerate(waiting):
-            if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
+            newcomer = self.waiting.is_newcomer(request)
+            if newcomers_only and not newcomer:
+                break
+            if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs + newcomer:
                 break
             length = len(request.prompt_token_ids)
             if beside and request.passed == self.prefix_cache.version:
@@ -219,15 +240,17 @@ class Scheduler:
                 break
             if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
-            attempt = Attempt(request, match, passed, not beside and not admitted, self.prefix_cache.changes)
-            sequence = None if attempt == self._refused else self._reserve(request, match, passed, attempt.again)
+            left = passed + self._spare if self.waiting.leaves_room(request) else passed
+            attempt = Attempt(request, match, left, not beside and not admitted, self.prefix_cache.changes)
+            sequence = None if attempt == self._refused else self._reserve(request, match, left, attempt.again)
             if sequence is None:
                 self._refused = attempt
                 break
-            self._leave_queue(request)
+            new = length - request.cached_tokens
+            self.waiting.start(request, new)
+            self._forget_match(request)
             sharing.admitted(number)
             admitted.append(Running(request, sequence))
-            new = length - request.cached_tokens
             tokens += new
             leaders.append(Leader(request.prompt, new))
             if self.is_long(new):
@@ -249,6 +272,7 @@ class Scheduler:
         """Ends a request; its sequence stays in the prefix cache if ``keep``."""
         if running in self.running:
             self.running.remove(running)
+        self.waiting.end(running.request)
         if running.request.constraint is not None:
             running.request.constraint.close()
         prompt, sequence = running.request.prompt, running.sequence

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import SPARE_SEQS, EngineConfig
 from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ def give_ops(
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
     """Most sequences that decode together, where decode steps are CUDA graphs; None where they are not."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
-    return config.max_num_seqs if graphs else None
+    return config.max_num_seqs + SPARE_SEQS if graphs else None
 
 
 def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends: Mapping[str, str]) -> str:

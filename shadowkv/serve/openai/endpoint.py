@@ -168,6 +168,9 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
         )
         text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
         raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
+    if body.priority and engine.scheduling_policy != "priority":
+        text = f"priority={body.priority} needs a server with --scheduling-policy priority, this one has"
+        raise ApiError(f"{text} {engine.scheduling_policy}", param="priority")
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:
@@ -182,7 +185,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
             raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
 
     record = current_record()
-    owner = prompt_owner()
+    owner, tenant = prompt_owner(), current_tenant()
     name = endpoint.new_id(body, None if record is None else record.id)
 
     def encode() -> Job:
@@ -191,7 +194,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
             prompt.extend(endpoint.opening(request, prompt))
         skip = not endpoint.reads_special_tokens(request)
         choices = [
-            engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner)
+            engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner, tenant, body.priority)
             for prompt in prompts
             for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]
@@ -206,14 +209,19 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
 
 
 def engine_request(
-    engine: EngineClient, prompt: list[int], params: SamplingParams, owner: str | None = None
+    engine: EngineClient,
+    prompt: list[int],
+    params: SamplingParams,
+    owner: str | None = None,
+    tenant: str = "",
+    priority: int = 0,
 ) -> ClientRequest:
-    """A request to the engine, which shares cached prompts with those of the same ``owner`` alone; raises ApiError if
-    it could never be served."""
+    """A request to the engine, which shares cached prompts with those of the same ``owner`` alone, and takes turns as
+    ``tenant``; raises ApiError if it could never be served."""
     if owner is not None:
         params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:
-        return engine.request(prompt, params)
+        return engine.request(prompt, params, tenant, priority)
     except RequestError as error:
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
         code = "context_length_exceeded" if too_long else None

@@ -174,6 +174,7 @@ class Sampling(Body):
     seed: Int64 | None = None
     cache_prompt: bool = SamplingParams.cache_prompt
     cache_salt: Salt | None = None
+    priority: Int64 = 0
     stream: bool = False
 
 
