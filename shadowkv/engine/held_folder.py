@@ -3,7 +3,6 @@ processes that were killed are removed when the next one is made."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
@@ -51,6 +50,8 @@ class HeldFolder:
 
 
 def _locked_file(folder: Path) -> int:
+    import fcntl  # here, as Windows has none: without servers and ranks this is not needed
+
     # It has its name only once it is locked: before, somebody who looks for abandoned folders could lock it.
     new = folder / "new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -66,6 +67,8 @@ def _close(folder: str, descriptor: int) -> None:
 
 def remove_abandoned() -> None:
     """Removes this user's folders that no process holds. Whatever has no lock is none of them, or not ready."""
+    import fcntl
+
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # it has no lock, or that is held, or somebody else is removing it
             about = folder.lstat()

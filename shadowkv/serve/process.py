@@ -50,8 +50,8 @@ def exit_on_signals() -> None:
 def stops_repeated() -> Iterator[None]:
     """Within, no signal that ends the process is lost. What it raises is dropped where it comes up in a finalizer, a
     callback or C code, as imports have them; so half a second later the signal is raised again, for whatever handles it
-    by then, unless the exception is still on its way. To be the first context that an exception leaves: what frees
-    resources is not interrupted."""
+    by then, unless the exception is still on its way; where an import has made another error of it, it is raised here.
+    To be the first context that an exception leaves: what frees resources is not interrupted."""
     signal.signal(signal.SIGALRM, _stop.look)
     _stop.repeats = True
     try:
@@ -59,6 +59,8 @@ def stops_repeated() -> Iterator[None]:
     finally:
         _stop.repeats = False
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if (stop := _stop.raised()) is not None and sys.exc_info()[1] not in (None, stop):
+            raise stop
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -75,16 +77,17 @@ class _Stop:
 
     Attributes:
         repeats: whether it is raised again where it was dropped.
+        raised: what it has raised, while that is on its way.
     """
 
     def __init__(self) -> None:
         self.repeats, self._number = False, 0
-        self._raised: Callable[[], BaseException | None] = lambda: None
+        self.raised: Callable[[], BaseException | None] = lambda: None
 
     def handle(self, number: int, frame: FrameType | None) -> NoReturn:
         """The handler of these signals."""
         stop = _Interrupted() if number == signal.SIGINT else _Terminated(128 + number)
-        self._number, self._raised = number, weakref.ref(stop)
+        self._number, self.raised = number, weakref.ref(stop)
         if self.repeats:
             signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
         try:
@@ -96,7 +99,7 @@ class _Stop:
         """The handler of the timer."""
         if not self.repeats:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        elif self._raised() is None:
+        elif self.raised() is None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.raise_signal(self._number)
 

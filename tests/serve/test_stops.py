@@ -42,6 +42,12 @@ def handled_by_a_server_then():
         time.sleep(0.01)
     print("handled")
 
+def made_another_error():
+    try:
+        signal.raise_signal(ENDS)
+    except BaseException as error:
+        raise ImportError("this is what NumPy does") from error
+
 def on_its_way_for_long():
     try:
         signal.raise_signal(ENDS)
@@ -65,6 +71,7 @@ sys.exit(run_until_stopped(run, argparse.Namespace()))
         ("a_finalizer", ["freed"]),
         ("caught_twice", ["dropped", "dropped", "freed"]),
         ("handled_by_a_server_then", ["handled", "freed"]),
+        ("made_another_error", ["freed"]),
         ("on_its_way_for_long", ["tidied", "freed"]),
     ],
 )
@@ -73,6 +80,7 @@ def test_no_signal_is_lost(name: str, where: str, lines: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, name, where], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == lines, done.stderr
     assert done.returncode == (0 if "handled" in lines else 128 + getattr(signal, name))
+    assert where == "a_finalizer" or "Traceback" not in done.stderr  # of what it drops Python says so
     assert ("stopped" in done.stderr.splitlines()) == (done.returncode == 128 + signal.SIGINT)
 
 
