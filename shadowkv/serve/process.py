@@ -52,13 +52,13 @@ def stops_repeated() -> Iterator[None]:
     callback or C code, as imports have them; so half a second later the signal is raised again, for whatever handles it
     by then, unless the exception is still on its way; where an import has made another error of it, it is raised here.
     To be the first context that an exception leaves: what frees resources is not interrupted."""
-    signal.signal(signal.SIGALRM, _stop.look)
     _stop.repeats = True
     try:
         yield
     finally:
         _stop.repeats = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.getsignal(signal.SIGALRM) == _stop.look:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if (stop := _stop.raised()) is not None and sys.exc_info()[1] not in (None, stop):
             raise stop
 
@@ -89,6 +89,7 @@ class _Stop:
         stop = _Interrupted() if number == signal.SIGINT else _Terminated(128 + number)
         self._number, self.raised = number, weakref.ref(stop)
         if self.repeats:
+            signal.signal(signal.SIGALRM, self.look)
             signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
         try:
             raise stop
