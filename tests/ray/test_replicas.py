@@ -51,8 +51,12 @@ class Server:
         return {one.labels.get("replica", ""): one.value for one in found if labels.items() <= one.labels.items()}
 
     def replicas(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "ServeReplica:shadowkv:" in "".join(child.cmdline()[:1])]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                if "ServeReplica:shadowkv:" in "".join(child.cmdline()[:1]):
+                    found.append(child)
+        return found
 
     def engines(self) -> dict[psutil.Process, psutil.Process]:
         """By replica, of those that have one."""
