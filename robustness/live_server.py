@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -29,15 +29,17 @@ LONGEST_ANSWER, TURN_TOKENS = 128, 16
 STOP_SECONDS = 60
 
 
-def start_server(values: dict[str, Any], temporary: Path | None = None) -> tuple[subprocess.Popen[str], str]:
+def start_server(
+    values: dict[str, Any], temporary: Path | None = None, log: IO[str] | None = None
+) -> tuple[subprocess.Popen[str], str]:
     """A server with these flags (True: one without a value) that is ready, and its URL; raises SystemExit if it does
-    not start. Its temporary files are in ``temporary`` if that is given."""
+    not start. Its temporary files are in ``temporary`` if that is given, and its log goes to ``log`` or stderr."""
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", *flags]
     # Tiny tensors gain nothing from a second thread. In a separate session: Ctrl-C is for this process.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TMPDIR": str(temporary)} if temporary else {})}
     options: dict[str, Any] = {"env": environment, "start_new_session": True}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, **options)
     assert process.stdout is not None
     try:
         ready = next((line for line in process.stdout if line.startswith("ready: ")), None)

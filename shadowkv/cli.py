@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from argparse import SUPPRESS, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
+from typing import NoReturn
 
 from shadowkv import __version__
 from shadowkv.command_line import Parser
@@ -39,8 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
     try:
-        code: int = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__").main(arguments[1:])
-    except KeyboardInterrupt:  # while it imports, which takes seconds: later, commands see to it
+        with _stopped_at_once():
+            module = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__")
+        code: int = module.main(arguments[1:])
+    except KeyboardInterrupt:  # while it imports more, which takes seconds: later, commands see to it
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+@contextmanager
+def _stopped_at_once() -> Iterator[None]:
+    """Within, Ctrl-C ends the process without an exception, which imports may make another one of, or drop."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, in the background
+        signal.signal(signal.SIGINT, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    print("stopped", file=sys.stderr, flush=True)
+    os._exit(128 + number)

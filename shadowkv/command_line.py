@@ -16,6 +16,9 @@ from shadowkv.wording import NamesSettings
 ALIKE = 0.75
 """How much of a flag's letters another must share, in order, to be what may have been meant."""
 
+SHORT_BYTES = 2**17
+"""Of a file of flags, at the most. YAML of that length is read in a second or two."""
+
 UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 ENTRY = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+?)(?:=(.*))?", re.DOTALL)
@@ -82,8 +85,19 @@ class Parser(argparse.ArgumentParser):
     def _flags_of(self, file: Path) -> Iterator[str]:
         import yaml  # for those who have such a file
 
+        class Loader(yaml.SafeLoader):
+            """Takes no aliases: a few lines of them stand for more than any memory holds."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    wrong = "an alias (*name): write out what it stands for"
+                    raise yaml.composer.ComposerError(None, None, wrong, self.peek_event().start_mark)
+                return super().compose_node(parent, index)
+
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = yaml.load(read_short(file), Loader)
+        except RecursionError:
+            self.error(f"--config {file}: it is nested too deeply")
         except (OSError, ValueError, yaml.YAMLError) as error:
             self.error(f"--config {file}: {one_line(error)}")
         if not isinstance(content, dict):
@@ -94,7 +108,20 @@ class Parser(argparse.ArgumentParser):
             if action is None or flag == "--config":
                 near = self._near(flag)
                 self.error(f"--config {file}: there is no flag {key!r}{f': did you mean {near}?' if near else ''}")
-            yield from _as_arguments(flag, action, value)
+            try:
+                yield from _as_arguments(flag, action, value)
+            except (TypeError, ValueError):  # dates, bytes and sets of YAML, and numbers of thousands of digits
+                self.error(f"--config {file}: {key!r} has a value that JSON does not have; put it in quotes")
+
+
+def read_short(file: Path) -> str:
+    """The text of a file that a user writes, or of a pipe; raises ValueError where that is longer than any such is, or
+    never ends, and OSError where it cannot be read."""
+    with file.open("rb") as opened:
+        raw = opened.read(SHORT_BYTES + 1)
+    if len(raw) > SHORT_BYTES:
+        raise ValueError(f"it has more than {SHORT_BYTES >> 10} KiB, which no such file has")
+    return raw.decode("utf-8")
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +142,7 @@ def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: 
     """Adds a value, JSON or else a text, to an object, or to a list in it."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     *outer, name = path
     for key in outer:

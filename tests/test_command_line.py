@@ -122,9 +122,18 @@ def test_a_command_gets_the_other_arguments_and_its_code_is_ours(capsys, tmp_pat
 @pytest.mark.parametrize("arguments", [["plan", "--context", "8k"], ["eval", "ruler", "--out", "x"], ["serve"]])
 def test_ctrl_c_while_importing_is_one_word(arguments):
     """A real signal, as PyTorch, or for a server its library for HTTP, is about to be imported."""
+    assert_stops_at(arguments, "'torch', 'fastapi'")
+
+
+def test_ctrl_c_is_not_lost_in_an_import_that_makes_another_error_of_it():
+    assert_stops_at(["serve"], "'datetime',")
+
+
+def assert_stops_at(arguments, names):
     code = "import os, signal, sys\nfrom shadowkv import cli\n"
     code += "class Finder:\n    def find_spec(name, *_):\n"
-    code += "        if name in ('torch', 'fastapi'): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "        if name in (NAMES): os.kill(os.getpid(), signal.SIGINT)\n"
+    code = code.replace("NAMES", names)
     code += f"sys.meta_path.insert(0, Finder)\nsys.exit(cli.main({arguments}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 130 and done.stderr.splitlines()[-1] == "stopped" and "Traceback" not in done.stderr

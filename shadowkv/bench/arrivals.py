@@ -68,7 +68,7 @@ def read_trace(path: Path) -> list[Arrival]:
                 int(fields["output_length"]),
                 int(fields.get("seed", number)),
             )
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no request with timestamp and lengths") from error
         if not (arrival.timestamp >= 0 and arrival.input_length > 0 and arrival.output_length > 0):
             raise ValueError(f"{path}, line {number}: timestamp must not be negative, and lengths positive")

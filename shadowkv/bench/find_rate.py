@@ -72,7 +72,7 @@ def find_rate(
             state = json.loads(path.read_text(encoding="utf-8"))
             there = state["settings"]
             shares = {run["request_rate"]: run["good_share"] for run in state["runs"]}
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} has no runs of a search; use another file") from error
         if there != json.loads(json.dumps(settings)):
             changed = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]

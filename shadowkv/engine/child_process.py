@@ -7,25 +7,28 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+
+from shadowkv.engine.held_folder import HeldFolder
 
 GRACE_SECONDS = 5.0
 """How long one may take to exit once it is about to."""
 
 
 def start_process(
-    module: str, *descriptors: int, own_session: bool = True
+    module: str, *descriptors: int, holds: Sequence[HeldFolder] = (), own_session: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process that runs a module, and a connection to it; its command line has the connection's other end and
-    ``descriptors``, which it inherits."""
+    ``descriptors``, which it inherits. It holds folders for as long as it lives."""
     ours, theirs = socket.socketpair()
     with theirs:
         inherited = (theirs.fileno(), *descriptors)
         # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
         process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, inherited)],
-            pass_fds=inherited,
+            pass_fds=(*inherited, *(folder.descriptor for folder in holds)),
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=own_session,
@@ -40,4 +43,9 @@ def ending(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     if code is None:
         return "its connection is closed"
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    if code >= 0:
+        return f"exit code {code}"
+    if -code == signal.SIGKILL:
+        return "SIGKILL: the system may have run out of memory"
+    names = {one.value: one.name for one in signal.Signals}
+    return names.get(-code, f"signal {-code}")  # real-time signals have no names

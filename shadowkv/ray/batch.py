@@ -27,7 +27,7 @@ from shadowkv.serve.batch.run import BatchFailed, BatchRun, run_files
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import parse_json
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.process import exit_on_signals
+from shadowkv.serve.process import ENGINE_DIED, exit_on_signals
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
@@ -38,9 +38,6 @@ MOST_BLOCKS = 10_000
 
 RETRIES = 3
 """Replicas that a piece may see die before the run ends: its lines may be the cause."""
-
-DEAD = 70
-"""Exit code of a replica whose engine has died."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +100,7 @@ class Replica:
         try:
             records = await asyncio.gather(*(self._answers.record(request) for request in requests))
         except ApiError:  # a request's own errors are in its record: without its engine this process is useless
-            os._exit(DEAD)
+            os._exit(ENGINE_DIED)
         return {"record": [json.dumps(record, ensure_ascii=False) for record in records]}
 
     def _read(self, name: str, offset: int, size: int) -> LineRequest:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.process import exit_on_signals, run_until_stopped
+from shadowkv.serve.process import exit_on_signals, run_until_stopped, stops_repeated
 from shadowkv.serve.start import add_arguments, bind, parse_arguments, with_surroundings
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with ExitStack() as stack:
+    with ExitStack() as stack, stops_repeated():
         try:
             config = EngineConfig.from_args(args)
             settings = with_surroundings(ServerSettings.from_args(args), args)
@@ -101,10 +101,10 @@ def _run(args: argparse.Namespace) -> int:
         for line in lines:
             print(line, flush=True)
         from shadowkv.ray.front import build_front
-        from shadowkv.serve.http.server import run
+        from shadowkv.serve.http.server import server_on
 
         front = build_front(handle, APP_NAME, model, settings)
-        run(front.app, [front.stop], listener)
+        server_on(listener, front.app, [front.stop]).run(sockets=[listener])
     return 0
 
 

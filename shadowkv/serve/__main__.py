@@ -15,7 +15,7 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.process import run_until_stopped
+from shadowkv.serve.process import ENGINE_DIED, run_until_stopped, stops_repeated
 from shadowkv.serve.start import add_arguments, bind, parse_arguments, start_engine, with_surroundings
 from shadowkv.serve.workers import Workers
 
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argparse.Namespace) -> int:
-    with ExitStack() as stack:
+    with ExitStack() as stack, stops_repeated():
         try:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
             # Errors that are cheap to find are found before the model is loaded.
@@ -91,8 +91,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs, settings)
         from shadowkv.serve.app import serve
 
-        serve(process, name, listener, workers)
-    return 0
+        return ENGINE_DIED if serve(process, name, listener, workers) else 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath
 from shadowkv.serve.http.routing import Application
-from shadowkv.serve.http.server import run
+from shadowkv.serve.http.server import server_on
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.status_routes import status_routes
 from shadowkv.serve.http.tracing import Tracing
@@ -134,12 +134,16 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     return app
 
 
-def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> None:
-    """Serves the engines of a process on a bound socket, as ``workers`` do; raises KeyboardInterrupt after a Ctrl-C,
-    with everything shut down."""
+def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> bool:
+    """Serves the engines of a process on a bound socket, as ``workers`` do, until the process ends: returns whether it
+    has. After a signal, raises what that does, with everything shut down."""
 
     async def stop() -> None:
         await asyncio.to_thread(workers.join)
         await asyncio.to_thread(process.stop, ENGINE_SECONDS)
 
-    run(ready_app(process.clients, served_name, workers.settings, workers.counts), [stop], listener, workers.drain)
+    app = ready_app(process.clients, served_name, workers.settings, workers.counts)
+    server = server_on(listener, app, [stop], workers.drain)
+    process.when_it_ends(lambda reason: server.fail())
+    server.run(sockets=[listener])
+    return server.has_failed

@@ -7,7 +7,6 @@ so or is gone.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
+from shadowkv.engine.held_folder import remove_folder
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.log_format import set_up_log
@@ -75,7 +75,8 @@ def _watch(control: Connection, server: Server, clients: Sequence[EngineClient],
             else:
                 for client in clients:
                     client.has_ended(text)
-    shutil.rmtree(shared, ignore_errors=True)  # the first process is gone
+                server.fail()
+    remove_folder(shared)  # the first process is gone
     os._exit(1)
 
 

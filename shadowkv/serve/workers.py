@@ -11,12 +11,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shadowkv.engine.child_process import ending, start_process
+from shadowkv.engine.held_folder import HeldFolder
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.settings import ServerSettings
 
@@ -31,7 +31,7 @@ END_SECONDS = 10.0
 
 DRAIN = "drain"
 """Asks a process to take no more connections, and to end once its requests have. Anything else that it is told is why
-there is no engine any more."""
+there is no engine any more: it ends then, too."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class Workers:
         if count == 1:
             self.counts = Counts(keys)
             return
-        # Beside the engine's, which is gone where the engine has died and the rest goes on.
-        folder = self._exit.enter_context(TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True))
+        # Beside the engine's, which goes with the engine.
+        self._shared = self._exit.enter_context(HeldFolder())
+        folder = self._shared.path
         Counts.create(counts_file(folder), keys, count)
         self.counts = Counts(keys, counts_file(folder))
         if settings.storage_dir is None and settings.storage_mib:
@@ -114,12 +115,12 @@ class Workers:
         except BaseException:  # Ctrl-C, for example
             self._end()
             raise
-        process.when_it_ends(self._tell_all)
+        process.when_it_ends(self._give_up)
         for worker in self._workers:
             threading.Thread(target=self._watch, args=(worker,), name="shadowkv-worker", daemon=True).start()
 
     def _start(self, launch: WorkerLaunch, listener: socket.socket) -> None:
-        process, control = start_process("shadowkv.serve.worker", listener.fileno())
+        process, control = start_process("shadowkv.serve.worker", listener.fileno(), holds=[self._shared])
         self._workers.append(worker := _Worker(launch.row, process, control, []))
         try:
             control.send(launch)
@@ -144,13 +145,18 @@ class Workers:
         mark_process_dead(worker.process.pid)
         logger.error("a process for HTTP has ended (%s); it is not started again", ending(worker.process))
 
+    def _give_up(self, reason: str) -> None:
+        """Has them end, as there is no engine any more."""
+        self._draining_since = self._draining_since or monotonic()
+        self._tell_all(reason)
+
     def _tell_all(self, text: str) -> None:
         for worker in self._workers:
             worker.tell(text)
 
     def drain(self) -> None:
         """Has them take no more connections, and end once their requests have."""
-        self._draining_since = monotonic()
+        self._draining_since = self._draining_since or monotonic()
         self._tell_all(DRAIN)
 
     def join(self) -> None:

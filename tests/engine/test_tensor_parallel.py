@@ -189,7 +189,7 @@ def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture
             engine.step()
         os.kill(rank, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(RankFailure, match=r"tensor-parallel rank 1 has ended \(SIGKILL\)"):
+        with pytest.raises(RankFailure, match=r"tensor-parallel rank 1 has ended \(SIGKILL: "):
             drain(engine)
         assert time.monotonic() - began < 300  # the group itself waits half an hour
         engine.abort("one")
@@ -204,7 +204,9 @@ def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture
     assert not served.is_alive
     served.shutdown()
     assert not workers()
-    assert "the engine has died: tensor-parallel rank 1 has ended (SIGKILL)" in caplog.messages
+    assert [
+        one for one in caplog.messages if one.startswith("the engine has died: tensor-parallel rank 1 has ended (S")
+    ]
     assert not any(record.exc_info for record in caplog.records)
 
 

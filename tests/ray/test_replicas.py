@@ -51,8 +51,22 @@ class Server:
         return {one.labels.get("replica", ""): one.value for one in found if labels.items() <= one.labels.items()}
 
     def replicas(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "ServeReplica:shadowkv:" in "".join(child.cmdline()[:1])]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                if "ServeReplica:shadowkv:" in "".join(child.cmdline()[:1]):
+                    found.append(child)
+        return found
+
+    def engines(self) -> dict[psutil.Process, psutil.Process]:
+        """By replica, of those that have one."""
+        found = {}
+        for replica in self.replicas():
+            with suppress(psutil.NoSuchProcess):
+                for child in replica.children():
+                    if "shadowkv.engine.process.main" in child.cmdline():
+                        found[replica] = child
+        return found
 
     def stream(self, prompt: str, tokens: int) -> Iterator[str]:
         """Its events' data."""
@@ -215,6 +229,19 @@ def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(
     assert failed == ["engine_dead"]
     assert [end[-1]["choices"][0]["finish_reason"] for end in ends if "error" not in end[-1]] == ["length"]
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_replica_whose_engine_is_killed_is_replaced(server):
+    engines, end = {}, time.monotonic() + SECONDS
+    while not engines:
+        engines = server.engines()
+        assert time.monotonic() < end
+    replica, engine = engines.popitem()
+    engine.kill()
+    while replica in server.replicas() or len(server.engines()) < 2:
+        assert server.post(prompt="Once", max_tokens=1).status_code == 200
+        assert time.monotonic() < end
 
 
 @pytest.mark.slow

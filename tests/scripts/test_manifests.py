@@ -57,6 +57,8 @@ def test_server(name: str) -> None:
     [port] = container["ports"]
     assert port["containerPort"] == args.port
     assert [one["targetPort"] for one in service["spec"]["ports"]] == [port["name"]]
+    if name == "kubernetes.yaml":
+        assert template["spec"]["restartPolicy"] == "Always"  # where its engine has died
     probes = {key: probe for key, probe in container.items() if key.endswith("Probe")}
     assert {"startupProbe", "readinessProbe"} <= probes.keys()
     assert all(one["httpGet"] == {"path": "/health", "port": port["name"]} for one in probes.values())

@@ -47,6 +47,11 @@ class Server:
         assert not [process for process in family if not is_gone(process)]
         assert not list(self.folder.iterdir())
 
+    def open_folders(self) -> set[Path]:
+        """Folders of temporary files that one of its processes has a file open in."""
+        opened = [Path(file.path) for process in self.family() for file in process.open_files()]
+        return {self.folder / path.relative_to(self.folder).parts[0] for path in opened if self.folder in path.parents}
+
     def family(self) -> list[psutil.Process]:
         """All its processes."""
         process = psutil.Process(self.http.pid)
@@ -70,13 +75,14 @@ def seconds_until(condition: Callable[[], object]) -> float:
 
 
 @contextmanager
-def server(model: Path, *flags: str) -> Iterator[Server]:
-    """Serves weights that are drawn, ``RUNNING`` sequences at a time unless told otherwise."""
+def server(model: Path, *flags: str, temporary: Path | None = None) -> Iterator[Server]:
+    """Serves weights that are drawn, ``RUNNING`` sequences at a time unless told otherwise; with temporary files in a
+    folder of its own, or in another's."""
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={model}", "--load-format=dummy"]
     command += ["--device=cpu", "--kv=full", f"--max-num-seqs={RUNNING}", *flags]
     with TemporaryDirectory(prefix="two-") as own:  # a short path: those of sockets are
-        folder, log = Path(own) / "tmp", Path(own) / "log"
-        folder.mkdir()
+        folder, log = temporary or Path(own) / "tmp", Path(own) / "log"
+        folder.mkdir(exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         with (
             log.open("w") as errors,

@@ -22,6 +22,7 @@ from server_processes import BODY, SECONDS, Server, is_gone, seconds_until, serv
 
 from shadowkv.serve.__main__ import parse
 from shadowkv.serve.http.counts import Counts
+from shadowkv.serve.process import ENGINE_DIED
 
 NOTICED = 5.0
 """Seconds within which a process knows that another is gone; as a rule it takes milliseconds."""
@@ -245,7 +246,10 @@ def test_a_worker_is_killed(tiny_model: Path) -> None:
             assert {stream.events()[-1]["choices"][0]["finish_reason"] for stream in kept} == {"length"}
         for _ in range(STREAMS):
             assert one.ask(max_tokens=2)[0].status_code == one.health() == 200
-        assert "a process for HTTP has ended (SIGKILL); it is not started again" in one.log.read_text()
+        assert (
+            "a process for HTTP has ended (SIGKILL: the system may have run out of memory); it is not started again"
+            in one.log.read_text()
+        )
         family = one.family()
         one.http.send_signal(signal.SIGTERM)
         assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
@@ -274,10 +278,10 @@ def test_the_engines_process_is_killed(tiny_model: Path) -> None:
             one.engine.kill()
             errors = [stream.events()[-1]["error"] for stream in streams]
         assert {error["code"] for error in errors} == {"engine_dead"}
-        assert [one.health() for _ in range(STREAMS)] == [503] * STREAMS
-        one.http.send_signal(signal.SIGTERM)
-        assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
+        assert one.http.wait(SECONDS) == ENGINE_DIED
         one.assert_nothing_is_left(family)
+        (line,) = (line for line in one.log.read_text().splitlines() if " ERROR " in line)
+        assert "the engine has died: its process has ended (SIGKILL: " in line
 
 
 def test_a_worker_that_does_not_start_ends_the_server(tiny_model: Path) -> None:
@@ -298,5 +302,8 @@ def test_a_worker_that_does_not_start_ends_the_server(tiny_model: Path) -> None:
             finally:
                 process.kill()
         assert process.returncode == 2
-        assert errors.splitlines()[-1] == "error: a process for HTTP has not started: SIGKILL"
+        assert (
+            errors.splitlines()[-1]
+            == "error: a process for HTTP has not started: SIGKILL: the system may have run out of memory"
+        )
         assert is_gone(engine) and not os.listdir(folder)

@@ -15,7 +15,7 @@ import pytest
 from shadowkv.serve import __main__ as command
 from shadowkv.serve.batch.answers import run_batch
 from shadowkv.serve.batch.files import BatchFiles, Sink
-from shadowkv.serve.process import on_terminate
+from shadowkv.serve.process import exit_on_signals
 
 REQUESTS = [
     json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}})
@@ -230,7 +230,9 @@ def test_a_crash_while_a_run_resumes_loses_nothing(files, engine, monkeypatch, c
 def test_sigterm_keeps_what_is_done_and_frees_the_files(files, engine, capsys, monkeypatch):
     hangs = json.dumps({"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "HANG"}})
     files.input.write_text("\n".join([*REQUESTS, hangs]) + "\n")
-    write, before = Sink.write, signal.signal(signal.SIGTERM, on_terminate)
+    write = Sink.write
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    exit_on_signals()
 
     def terminated(sink, record):
         write(sink, record)
@@ -242,7 +244,8 @@ def test_sigterm_keeps_what_is_done_and_frees_the_files(files, engine, capsys, m
         with pytest.raises(SystemExit) as ended:
             go(engine, files)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert ended.value.code == 143 and not engine.running
     assert "terminated: " in (error := capsys.readouterr().err) and f"{files.partial} has " in error
     assert ids(files.partial) == ["a", "b", "c"] and not files.lock.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -172,15 +173,33 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
         ("a: [", "while parsing"),
         ("port: [1, 2]", "argument --port: invalid int value: '[1, 2]'"),
         ("enable-lora: true", "--enable-lora is not supported"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\n", "an alias (*name): write out what it stands for"),
+        ("a: &a [*a]", "an alias (*name)"),
+        ("a: b\n" * 100_000, "it has more than 128 KiB"),
+        ("model: 2024-01-01", "'model' has a value that JSON does not have; put it in quotes"),
+        ("port: " + ":".join(["1"] * 5000), "'port' has a value that JSON does not have"),
+        (f"allowed-origins: '{'[' * 100_000}'", "begins like a list in JSON and is none of strings"),
     ):
         capsys.readouterr()
         file.write_text(text)
         with pytest.raises(SystemExit):
             parse(["--config", str(file)])
         assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
-    with pytest.raises(SystemExit):
-        parse(["--config", str(tmp_path / "none.yaml")])
-    assert "No such file" in capsys.readouterr().err
+    for path, words in ((tmp_path / "none.yaml", "No such file"), ("/dev/zero", "it has more than 128 KiB")):
+        with pytest.raises(SystemExit):
+            parse(["--config", str(path)])
+        assert words in capsys.readouterr().err
+
+
+def test_flags_from_a_pipe() -> None:
+    reading, writing = os.pipe()  # as of a shell's <(...)
+    with os.fdopen(writing, "w") as pipe:
+        pipe.write("port: 8100")
+    try:
+        assert parse(["--config", f"/dev/fd/{reading}"]).port == 8100
+    finally:
+        os.close(reading)
 
 
 @pytest.mark.parametrize(

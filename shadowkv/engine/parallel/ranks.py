@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import torch
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.held_folder import HeldFolder
 from shadowkv.engine.startup.loading import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
 from shadowkv.wording import SettingsError
@@ -55,14 +55,13 @@ class Ranks:
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
         self._tell: Callable[[RankFailure], None] = lambda failure: None
-        # Removed when this process ends too, even if what is in it was not closed.
-        self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-ranks-", ignore_cleanup_errors=True)
+        self._folder = HeldFolder("ranks-")
         self._closing, self._pending = False, list[Command]()
         self._known = threading.Event()
         self._sockets, self._pipes = list[socket.socket](), list[Connection]()
         self._processes = list[subprocess.Popen[bytes]]()
         self._watching = threading.Thread(target=self._watch, name="shadowkv-ranks", daemon=True)
-        meeting = f"{self._folder.name}/meeting"
+        meeting = f"{self._folder.path}/meeting"
         try:
             for rank in range(1, size):
                 self._start(rank, (config, rank, size, meeting))
@@ -197,7 +196,7 @@ class Ranks:
             pipe.close()
         for one in self._sockets:
             one.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def rank_device(name: str, rank: int) -> torch.device:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.held_folder import HeldFolder
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.facts import EngineFacts
+
+logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -34,20 +37,21 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, compare: str | None = None, module: str = "shadowkv.engine.process.main"
     ) -> None:
-        self._process, self._control = start_process(module)
-        self._config, self._ended = config, Future[str]()
+        self._config, self._ended, self._stopping = config, Future[str](), False
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
-        self._exit = ExitStack()
+        # Removed when this process ends, or by the engine's, which outlives it and is told of it at once.
+        self._folder = HeldFolder()
+        self.folder = self._folder.path
+        self._process, self._control = start_process(module, holds=[self._folder])
         with ExitStack() as failing:
             failing.callback(self.stop, 0.0)
+            with suppress(OSError):  # it has ended, and why is said below
+                self._control.send(self.folder)
             # Imported while that process imports the same, which includes PyTorch.
             from shadowkv.engine.process.facts import Launch, script
 
-            # Removed when this process ends, or by the engine's, which outlives it and is told of it at once.
-            folder = tempfile.TemporaryDirectory(prefix="shadowkv-", ignore_cleanup_errors=True)
-            self.folder = self._exit.enter_context(folder)
-            with suppress(OSError):  # it has ended, and why is said below
+            with suppress(OSError):
                 self._control.send(script())
                 self._control.send(Launch(config, compare, self.folder))
             failing.pop_all()
@@ -97,6 +101,7 @@ class EngineProcess:
 
     def stop(self, seconds: float) -> None:
         """Ends the process after the current step, within ``seconds``; requests in flight get EngineDead."""
+        self._stopping = True
         for client in self._clients:
             client.stopping = True
         with suppress(OSError):
@@ -107,7 +112,7 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         self._control.close()
-        self._exit.close()
+        self._folder.remove()
 
     def has_left(self, client: str) -> None:
         """Says that the process of a client by this name is gone: nobody waits for what it has asked for."""
@@ -122,4 +127,7 @@ class EngineProcess:
 
     def _watch(self) -> None:
         self._process.wait()
-        self._ended.set_result(f"the engine has died: its process has ended ({ending(self._process)})")
+        reason = f"the engine has died: its process has ended ({ending(self._process)})"
+        if not self._stopping:
+            logger.error("%s", reason)
+        self._ended.set_result(reason)

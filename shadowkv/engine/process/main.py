@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ import zmq
 
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.held_folder import remove_folder
 from shadowkv.engine.process.core import EngineCore
 from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, run_script
 from shadowkv.engine.request import EngineDead
@@ -34,7 +34,8 @@ POLL_SECONDS = 0.2
 """How long it may take until this process notices that its engine has ended."""
 
 ORPHAN_SECONDS = 5.0
-"""How long a step may still take once the process that started this one is gone."""
+"""How long a step may still take once the process that started this one is gone, and the end of an engine that has
+died."""
 
 EXIT_SECONDS = 0.5
 """How long threads may still work once everything is closed."""
@@ -99,17 +100,26 @@ def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores)
     set_up_log()
     control = Connection(descriptor)
     try:
+        folder = control.recv()  # first: whatever happens from here on, it is removed
+    except (OSError, EOFError):
+        return 1
+    try:
+        launch = _received(control)
+        return 1 if launch is None else _serve(control, launch, _Parent(control, folder), load)
+    finally:
+        remove_folder(folder)
+
+
+def _received(control: Connection) -> Launch | None:
+    """What is to be started; None where nobody is left to say so."""
+    try:
         if (path := control.recv()) is not None:
             run_script(path)
         launch: Launch = control.recv()
     except (OSError, EOFError):
-        return 1
+        return None
     launch.registered.register()
-    parent = _Parent(control, launch.folder)
-    try:
-        return _serve(control, launch, parent, load)
-    finally:
-        parent.remove_folder()
+    return launch
 
 
 def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[[Launch], Sequence[Core]]) -> int:
@@ -128,15 +138,15 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
     while not parent.done.wait(POLL_SECONDS) and all(core.is_alive for core in cores):
         pass
     well = all(core.is_alive for core in cores)
+    if not well:
+        parent.exit_within(ORPHAN_SECONDS)  # a device that has failed may not let go
     for core in cores:
         core.shutdown()
     if parent.is_gone:
         parent.exit()  # nobody is left to read the last messages
     zmq.Context.instance().term()  # once the last messages have left
     code = 0 if well else 1
-    compiling = threading.Timer(EXIT_SECONDS, parent.exit, [code])  # a compilation cannot be stopped
-    compiling.daemon = True
-    compiling.start()
+    parent.exit_within(EXIT_SECONDS, code)  # a compilation cannot be stopped
     return code
 
 
@@ -167,18 +177,18 @@ class _Parent:
         except (OSError, EOFError):
             seconds, self.is_gone = ORPHAN_SECONDS, True
         self.done.set()
-        timer = threading.Timer(seconds, self.exit)
+        self.exit_within(seconds)
+
+    def exit_within(self, seconds: float, code: int = 1) -> None:
+        """Ends this process after so many seconds, unless it has ended by then."""
+        timer = threading.Timer(seconds, self.exit, [code])
         timer.daemon = True
         timer.start()
 
     def exit(self, code: int = 1) -> NoReturn:
         """Ends this process at once."""
-        self.remove_folder()
+        remove_folder(self._folder)
         os._exit(code)
-
-    def remove_folder(self) -> None:
-        """Removes the sockets' folder, if it is there."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
                 return
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if not _is_record(record):
                 raise ValueError(f"{path} line {number} is no record of a batch run; move the file away")

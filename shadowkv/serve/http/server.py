@@ -42,6 +42,9 @@ class Server(uvicorn.Server):
         stops: end what is still in progress when the drain time is over.
         ready: called once connections are accepted.
         draining: called once no more are.
+
+    Attributes:
+        has_failed: whether ``fail`` was called.
     """
 
     def __init__(
@@ -55,6 +58,15 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._stops, self._ready, self._draining, self._drain = stops, ready, draining, config.settings.shutdown_timeout
+        self.has_failed = False
+
+    def fail(self) -> None:
+        """Stops it without giving requests time, as what answers them is gone; may be called from any thread, also
+        before it runs."""
+        self.has_failed, self._drain = True, 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.has_failed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -99,11 +111,11 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(
-    app: FastAPI, stops: Sequence[Stop], listener: socket.socket, draining: Callable[[], object] = lambda: None
-) -> None:
-    """Serves an application on a bound socket, until a signal; the rest as for ``Server``."""
+def server_on(
+    listener: socket.socket, app: FastAPI, stops: Sequence[Stop], draining: Callable[[], object] = lambda: None
+) -> Server:
+    """A server that says where it is, once it runs on a bound socket; the rest as for ``Server``."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if app.state.settings.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    Server(app, stops, lambda: print(f"ready: {url}/v1", flush=True), draining).run(sockets=[listener])
+    return Server(app, stops, lambda: print(f"ready: {url}/v1", flush=True), draining)

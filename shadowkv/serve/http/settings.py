@@ -292,7 +292,7 @@ def _names(text: str) -> list[str]:
         return [text]
     try:
         names = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         names = [None]
     if not all(isinstance(name, str) for name in names):
         raise argparse.ArgumentTypeError(f"{text!r} begins like a list in JSON and is none of strings")

@@ -12,10 +12,8 @@ import re
 import secrets
 import shutil
 import sqlite3
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shadowkv.engine.held_folder import HeldFolder
 from shadowkv.serve.bodies.api_error import ApiError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Store:
 
     def __init__(self, folder: Path | None, limit: int) -> None:
         self.limit, self._folder, self._first = limit, folder, threading.Lock()
-        self._remove: Callable[[], object] = lambda: None
+        self._own: HeldFolder | None = None
         if folder is not None and limit:
             begin = time.time()
             self._make(folder)
@@ -82,7 +81,8 @@ class Store:
 
     def close(self) -> None:
         """Removes the folder, if it is this process's own."""
-        self._remove()
+        if self._own is not None:
+            self._own.remove()
 
     def _make(self, folder: Path) -> None:
         try:
@@ -120,10 +120,9 @@ class Store:
             raise ApiError("this server keeps nothing (--storage-mib 0)", code="not_kept")
         with self._first:
             if self._folder is None:
-                folder = Path(tempfile.mkdtemp(prefix="shadowkv-kept-"))
-                self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-                self._make(folder)
-                self._folder = folder
+                self._own = HeldFolder("kept-")
+                self._make(Path(self._own.path))
+                self._folder = Path(self._own.path)
         return self._folder
 
     def file(self, owner: str, id: str) -> Path:
