@@ -20,7 +20,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.owners import prompt_owner
+from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
@@ -199,7 +199,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
         echo = endpoint.echo(request, prompts)
         return Job(engine, endpoint.tokenizer, name, request, body, model, choices, reasoning, parsers, echo)
 
-    job = await in_turn(sum(sizes), encode)
+    job = await in_turn(current_tenant(), sum(sizes), encode)
     if record is not None:
         record.generation = job
     return job
