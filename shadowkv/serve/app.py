@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -35,12 +36,16 @@ from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.storage.store import Store
-from shadowkv.serve.text.tokenization import drop_waiting
+from shadowkv.serve.text.tokenization import drop_long
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.launch import EngineProcess
+
+M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**17
+"""The parameter of ``mallopt`` (malloc.h), and the bytes from which on a block comes straight from the system; its
+default, without growing."""
 
 ENGINE_SECONDS = 5.0
 """How long a stop waits for the current step."""
@@ -69,10 +74,10 @@ def build_app(
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
-        """Refuses what is being read, and what waits to be read or tokenised."""
+        """Refuses what is being read or tokenised, or waits for it."""
         bodies.close()
         documents.close()
-        drop_waiting()
+        drop_long()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -134,9 +139,17 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     """The application of the first engine, with a second one, if any, that its answers are compared with, in a process
     that does nothing else."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
+    give_back_large_blocks()
     gc.collect()
     gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s
     return app
+
+
+def give_back_large_blocks() -> None:
+    """Has the memory of long bodies and texts go back to the system as soon as it is free. The GNU C library would keep
+    it: it takes ever larger blocks from its own heaps, which only shrink from their ends."""
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> None:

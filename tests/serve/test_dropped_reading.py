@@ -16,12 +16,12 @@ import pytest
 from http_server import http_server
 from test_serve_errors import error_of
 
-from shadowkv.models.tokenization.text_encoder import panics_as_errors
+from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_errors
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies import reader as body_reader
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
-from shadowkv.serve.text.tokenization import LONG, TURNS, drop_waiting, in_turn
+from shadowkv.serve.text.tokenization import LONG, TURNS, drop_long, in_turn
 
 JSON = {"Content-Type": "application/json"}
 LONG_BODY = json.dumps({"prompt": "a", "user": "a" * SHORT_BYTES}).encode()
@@ -167,7 +167,7 @@ def test_a_text_that_waits_is_dropped_and_one_at_work_keeps_its_turn():
         later = asyncio.create_task(in_turn("a", LONG + 1, work))
         await asyncio.sleep(0.1)
         assert work.count == TURNS - 1 and not tasks[0].done() and tasks[-1].cancelled()
-        drop_waiting()
+        drop_long()
         with pytest.raises(ApiError, match="the server is stopping"):
             await later
         work.ends.set()
@@ -199,6 +199,43 @@ def test_what_waits_is_refused_in_json_when_the_server_ends(engine, path, monkey
     assert sorted(answer.status_code for answer in answers) == [200] * (TURNS - 1) + [503]
     (refused,) = [answer.json()["error"] for answer in answers if answer.status_code == 503]
     assert refused["message"] == "the server is stopping"
+
+
+def test_a_text_for_which_nobody_waits_is_tokenised_no_further(tokenizer):
+    class Slow:
+        pieces = 0
+
+        def __getattr__(self, name):
+            return getattr(tokenizer.backend, name)
+
+        def encode_batch_fast(self, texts, **options):
+            self.pieces += 1
+            began.set()
+            assert go.wait(300)
+            return tokenizer.backend.encode_batch_fast(texts, **options)
+
+    began, go, text = threading.Event(), threading.Event(), "word " * 2**17
+    slow = Slow()
+    texts = TextEncoder(slow)
+
+    async def run(drops: bool) -> None:
+        began.clear()
+        go.clear()
+        slow.pieces = 0
+        task = asyncio.create_task(in_turn("a", len(text), lambda: texts.encode(text, add_special_tokens=False)))
+        await asyncio.to_thread(began.wait, 300)
+        if drops:
+            drop_long()
+        else:
+            task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(ApiError if drops else asyncio.CancelledError):
+            await task
+        assert slow.pieces == 1
+
+    for drops in (False, True):
+        asyncio.run(asyncio.wait_for(run(drops), 300))
 
 
 class PanicException(BaseException):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
+from threading import Event
 
 import tokenizers
 
@@ -14,6 +16,23 @@ from shadowkv.models.tokenization.text_form import PIECE_CHARS, TextForm
 
 class TokenizerPanic(RuntimeError):
     """The tokenizers library has met what it does not expect, such as a pattern of the tokeniser that never ends."""
+
+
+class NobodyWaits(Exception):
+    """A text was not tokenised to its end, as its token ids are of no use any more."""
+
+
+_unwanted: ContextVar[Event | None] = ContextVar("unwanted", default=None)
+
+
+@contextmanager
+def unless_set(unwanted: Event) -> Iterator[None]:
+    """Within, long texts are tokenised until the event is set: then NobodyWaits is raised between two pieces."""
+    before = _unwanted.set(unwanted)
+    try:
+        yield
+    finally:
+        _unwanted.reset(before)
 
 
 def is_panic(error: BaseException) -> bool:
@@ -53,7 +72,10 @@ class TextEncoder:
             return self._ids(text, add_special_tokens)
         before, after = self._frame if add_special_tokens else ([], [])
         ids = before.copy()
+        unwanted = _unwanted.get()
         for piece in self.form.pieces(text):
+            if unwanted is not None and unwanted.is_set():
+                raise NobodyWaits
             ids += self._ids(piece, False)
         return ids + after
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
+from shadowkv.models.tokenization.text_encoder import NobodyWaits, unless_set
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.limits import TOKENIZE_TOKENS
 from shadowkv.serve.bodies.turns import FairTurns
@@ -36,25 +38,40 @@ WORD_CHARS = 256
 
 _turns = FairTurns(TURNS)
 _threads = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
+_at_work: set[Event] = set()
 
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
     """What ``work`` returns, on a thread; of those with a ``size`` above ``LONG`` only a few run at a time, which the
-    tenants share. Raises ApiError where ``drop_waiting`` ends the waiting for that."""
+    tenants share, and none longer than somebody waits for it. Raises ApiError where ``drop_long`` ends it."""
     if size <= LONG:
         return await asyncio.to_thread(work)
     async with _turns.of(tenant):
-        working = asyncio.get_running_loop().run_in_executor(_threads, work)
+        unwanted = Event()
+        _at_work.add(unwanted)
+
+        def run() -> T:
+            with unless_set(unwanted):
+                return work()
+
+        working = asyncio.get_running_loop().run_in_executor(_threads, run)
         try:
             return await asyncio.shield(working)
+        except NobodyWaits:
+            raise server_stopping() from None
         except asyncio.CancelledError:
+            unwanted.set()
             await asyncio.wait((working,))  # the turn is free when its work has ended
             raise
+        finally:
+            _at_work.discard(unwanted)
 
 
-def drop_waiting() -> None:
-    """Refuses all that wait for their turn, because the server ends."""
+def drop_long() -> None:
+    """Refuses all long texts that are tokenised or wait for it, because the server ends."""
     _turns.drop(server_stopping())
+    for unwanted in _at_work:
+        unwanted.set()
 
 
 def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_tokens: bool = True) -> list[int]:
