@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -36,16 +35,13 @@ from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.storage.store import Store
+from shadowkv.serve.text.memory import give_back_large_blocks
 from shadowkv.serve.text.tokenization import drop_long
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.launch import EngineProcess
-
-M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**17
-"""The parameter of ``mallopt`` (malloc.h), and the bytes from which on a block comes straight from the system; its
-default, without growing."""
 
 ENGINE_SECONDS = 5.0
 """How long a stop waits for the current step."""
@@ -143,13 +139,6 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     gc.collect()
     gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s
     return app
-
-
-def give_back_large_blocks() -> None:
-    """Has the memory of long bodies and texts go back to the system as soon as it is free. The GNU C library would keep
-    it: it takes ever larger blocks from its own heaps, which only shrink from their ends."""
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> None:

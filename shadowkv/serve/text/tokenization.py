@@ -13,6 +13,7 @@ from shadowkv.models.tokenization.text_encoder import NobodyWaits, unless_set
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.limits import TOKENIZE_TOKENS
 from shadowkv.serve.bodies.turns import FairTurns
+from shadowkv.serve.text.memory import give_back_small_blocks
 from shadowkv.wording import counted
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
             raise
         finally:
             _at_work.discard(unwanted)
+            if not _at_work:  # nobody waits for it
+                _threads.submit(give_back_small_blocks)
 
 
 def drop_long() -> None:
