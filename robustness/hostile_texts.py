@@ -87,11 +87,12 @@ def attack(url: str, path: str, name: str) -> dict[str, int]:
 
 
 def resident_mib(server: psutil.Process) -> int:
-    """Of the server and all processes that it has started."""
-    total = 0
-    for process in (server, *server.children(recursive=True)):
+    """Of the server and all processes that it has started; one that is about to become another program still has the
+    server's own memory."""
+    total, command = server.memory_info().rss, server.cmdline()
+    for process in server.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
+            total += process.memory_info().rss if process.cmdline() != command else 0
     return total >> 20
 
 

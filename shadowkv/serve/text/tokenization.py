@@ -4,6 +4,7 @@ texts take turns."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -24,8 +25,8 @@ T = TypeVar("T")
 LONG = 2**16
 """Characters, or token ids, from which on a prompt is long."""
 
-TURNS = 3
-"""Long prompts tokenised at a time, of each tenant two."""
+TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
+"""Long prompts tokenised at a time, of each tenant one less: that leaves a core to the others."""
 
 FIRST_PART, NEXT_PART = 8, 4
 """Characters per allowed token in the first part of a text, and the factor by which each next part is longer. English
