@@ -23,8 +23,8 @@ PIECE_CHARS = 2**16
 WORD_CHARS = 2**19
 """Longest piece, where there is no such place: half a second and 50 MiB."""
 
-NFC_SHRINKS = 3
-"""NFC makes no text shorter than a third of its bytes (of the Kelvin sign, three bytes, it makes a K)."""
+NFC_SHRINKS = 4
+"""NFC makes no text shorter than a quarter of its bytes (at worst U+0390, two bytes, of seven)."""
 
 NFC_KEEPS = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
 """Bytes of which a text's NFC has as many as the text: control characters, and what begins no assigned character."""
