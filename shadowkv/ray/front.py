@@ -62,7 +62,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(front.bodies.close)
+        front.bodies.close()
 
     # The API's documentation comes from the replicas, too.
     app = FastAPI(openapi_url=None, lifespan=lifespan)
@@ -153,7 +153,7 @@ class Front:
         if len(body) <= SHORT_BYTES:
             return await asyncio.to_thread(prefix_of, body)
         try:
-            return await self.bodies.apart(bytes(body), prefix_of)
+            return await self.bodies.apart(body, prefix_of, current_tenant())
         except ApiError:  # too large for the reader: the replica reports it
             return ()
 

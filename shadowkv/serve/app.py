@@ -18,7 +18,7 @@ from shadowkv.serve.batch.file_routes import file_routes
 from shadowkv.serve.batch.message_routes import message_batch_routes
 from shadowkv.serve.batch.routes import batch_routes
 from shadowkv.serve.batch.runner import BatchRunner
-from shadowkv.serve.bodies.reader import PROCESSES, BodyReader
+from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
@@ -35,6 +35,8 @@ from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.storage.store import Store
+from shadowkv.serve.text.memory import give_back_large_blocks
+from shadowkv.serve.text.tokenization import drop_long
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -61,27 +63,31 @@ def build_app(
         counts: of what is open, in this process and others; None for this one alone.
     """
     settings = settings or ServerSettings()
-    per_key = PROCESSES - 1 if len(settings.api_key) > 1 else PROCESSES
-    bodies = BodyReader(settings.max_body_bytes, per_key)
+    bodies = BodyReader(settings.max_body_bytes)
     store = Store(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
-    documents = BodyReader(MAX_DOCUMENT_BYTES, per_key, DOCUMENT_SECONDS)
+    documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
     engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
+
+    async def drop() -> None:
+        """Refuses what is being read or tokenised, or waits for it."""
+        bodies.close()
+        documents.close()
+        drop_long()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with batches.running() if app.state.counts.is_first else nullcontext():
             yield
         await asyncio.to_thread(store.close)
-        await asyncio.to_thread(bodies.close)
-        await asyncio.to_thread(documents.close)
+        await drop()
         for served in engines.values():
             served.disconnect()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
-    app.state.bodies, app.state.documents, app.state.store = bodies, documents, store
+    app.state.bodies, app.state.documents, app.state.store, app.state.drop = bodies, documents, store, drop
     add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
@@ -129,6 +135,7 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     """The application of the first engine, with a second one, if any, that its answers are compared with, in a process
     that does nothing else."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
+    give_back_large_blocks()
     gc.collect()
     gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s
     return app
@@ -143,7 +150,7 @@ def serve(process: EngineProcess, served_name: str, listener: socket.socket, wor
         await asyncio.to_thread(process.stop, ENGINE_SECONDS)
 
     app = ready_app(process.clients, served_name, workers.settings, workers.counts)
-    server = server_on(listener, app, [stop], workers.drain)
+    server = server_on(listener, app, [stop, app.state.drop], workers.drain)
     process.when_it_ends(lambda reason: server.fail())
     server.run(sockets=[listener])
     return server.has_failed

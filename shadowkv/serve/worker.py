@@ -58,7 +58,7 @@ def main(descriptor: int, listening: int) -> int:
         with suppress(OSError):
             control.send([client.name for client in clients])
 
-    server = _WorkerServer(app, [stop], ready, lambda: None)
+    server = _WorkerServer(app, [stop, app.state.drop], ready, lambda: None)
     threading.Thread(
         target=_watch, args=(control, server, clients, launch.shared), name="shadowkv-first-process", daemon=True
     ).start()

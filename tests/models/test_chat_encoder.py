@@ -17,8 +17,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
+from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer import Tokenizer
-from shadowkv.models.tokenization.tokenizer_files import BYTE_ALPHABET
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|im_end|>>", "☃"]
 """Also one that begins as another one does, and one of a single character."""

@@ -133,3 +133,41 @@ def test_only_the_librarys_own_errors_are_taken_for_refusals(error: Exception) -
     refused = "the tokeniser is refused by the tokenizers library: theirs"
     with pytest.raises(ValueError, match=refused), library_errors("the tokeniser"):
         raise Exception("theirs")
+
+
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+EMPTY = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "y" * 100}
+GROWING: dict[str, Any] = {
+    "nine replacements": {"type": "Sequence", "normalizers": [TENFOLD] * 9},
+    "a sequence in a sequence": {
+        "type": "Sequence",
+        "normalizers": [{"type": "Sequence", "normalizers": [TENFOLD]}, TENFOLD],
+    },
+    "of nothing": EMPTY,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", GROWING)
+def test_a_normaliser_that_multiplies_texts_is_refused(name: str, model: Path, serve: Serve) -> None:
+    file = model / TOKENIZER
+    file.write_bytes(whole(normalizer=GROWING[name])(file.read_bytes()))
+    assert_refused(serve(model), TOKENIZER, "times as long")
+
+
+@pytest.mark.timeout(60)
+def test_a_decoder_that_multiplies_texts_is_refused(model: Path, serve: Serve) -> None:
+    file = model / TOKENIZER
+    file.write_bytes(whole(decoder={"type": "Sequence", "decoders": [TENFOLD] * 2})(file.read_bytes()))
+    assert_refused(serve(model), TOKENIZER, "its decoder may make a text 100 times as long")
+
+
+def test_a_normaliser_that_lengthens_texts_a_little_is_taken(model: Path) -> None:
+    steps = [
+        {"type": "Prepend", "prepend": "_"},
+        TENFOLD,
+        {"type": "Replace", "pattern": {"Regex": " +"}, "content": "_"},
+    ]
+    file = model / TOKENIZER
+    file.write_bytes(whole(normalizer={"type": "Sequence", "normalizers": steps})(file.read_bytes()))
+    assert LLM(model=str(model), device="cpu", max_model_len=64).get_tokenizer().encode("a b")

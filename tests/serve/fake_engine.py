@@ -46,6 +46,9 @@ class FakeTokenizer:
         text.encode()  # as a real one, no lone surrogates
         return [1] * add_special_tokens + [ord(character) for character in text]
 
+    def least_tokens(self, text: str) -> int:
+        return 0
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 

@@ -101,10 +101,10 @@ def test_few_long_texts_at_a_time_and_short_ones_beside_them():
             running -= 1
 
     async def run() -> None:
-        tasks = [asyncio.create_task(in_turn(LONG + 1, work)) for _ in range(20)]
+        tasks = [asyncio.create_task(in_turn("abc"[number % TURNS], LONG + 1, work)) for number in range(20)]
         while running < TURNS:  # all that may are at work, and stay so
             await asyncio.sleep(0.01)
-        assert await in_turn(LONG, lambda: "at once") == "at once"
+        assert await in_turn("a", LONG, lambda: "at once") == "at once"
         go.set()
         await asyncio.gather(*tasks)
 

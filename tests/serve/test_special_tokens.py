@@ -7,8 +7,8 @@ import tokenizers
 from fake_engine import FakeEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer import Tokenizer
-from shadowkv.models.tokenization.tokenizer_files import BYTE_ALPHABET
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from shadowkv.models.tokenization.text_encoder import TextEncoder
+
 OWN_FIELDS = frozenset(("role", "type"))
 """Fields of messages and of parts of their content whose value is one of a few words that templates compare with."""
 
@@ -31,12 +33,12 @@ class ChatEncoder:
     prompt the strings that are still intact are the template's own.
 
     Args:
-        backend: the tokenizers library's tokeniser.
+        texts: encodes other texts, in which special tokens are recognised.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-        added = backend.get_added_tokens_decoder()
+    def __init__(self, texts: TextEncoder) -> None:
+        self._plain = texts
+        added = texts.backend.get_added_tokens_decoder()
         self._special = [token.content for token in added.values() if token.special]
         self._beginnings = {text[:size] for text in self._special for size in range(1, len(text))}
         self._ends = {text[size:] for text in self._special for size in range(1, len(text))}
@@ -59,25 +61,24 @@ class ChatEncoder:
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a prompt rendered from marked messages; ``add_special_tokens`` as for a text."""
-        backend, names = self._renamed
+        texts, names = self._renamed
         text = self.without_marks(self._whole.sub(lambda match: names[match.group()], rendered))
-        # In a batch of one: encode() would hold the interpreter's lock.
-        return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return texts.encode(text, add_special_tokens)
 
     def without_marks(self, text: str) -> str:
         """Turns a text about marked messages into one about the original messages."""
         return text.replace(self._mark, "")
 
     def prepare(self) -> None:
-        """Does in advance what the first prompt with marks would wait for."""
-        _ = self._renamed
+        """Does in advance what the first prompt with marks, or the first long one, would wait for."""
+        _ = self._plain.form, self._renamed[0].form
 
     @cached_property
-    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """The backend with its special tokens renamed to what no message can contain; and those names."""
+    def _renamed(self) -> tuple[TextEncoder, dict[str, str]]:
+        """The same with its special tokens renamed to what no message can contain; and those names."""
         secret = secrets.token_hex(16)
         names = {text: f"\ue000{secret}:{number}\ue001" for number, text in enumerate(self._special)}
-        source = msgspec.json.decode(self._backend.to_str())  # a second faster than json, of 150,000 tokens
+        source = msgspec.json.decode(self._plain.backend.to_str())  # a second faster than json, of 150,000 tokens
         for token in source["added_tokens"]:
             if token["special"]:
                 token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
@@ -90,7 +91,7 @@ class ChatEncoder:
             model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(source)), names
+        return TextEncoder(tokenizers.Tokenizer.from_buffer(msgspec.json.encode(source))), names
 
     def _with_marks(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -12,6 +12,7 @@ import tokenizers
 
 from shadowkv.models.tokenization.chat_encoder import ChatEncoder
 from shadowkv.models.tokenization.chat_template import ChatTemplate
+from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_errors
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
@@ -102,7 +103,8 @@ class Tokenizer:
         harmony = [token for text in HARMONY_ENDS if (token := backend.token_to_id(text)) is not None]
         if len(harmony) == len(HARMONY_ENDS):
             self.eos_token_ids |= set(harmony)
-        self.chat_encoder = ChatEncoder(backend)
+        self._texts = TextEncoder(backend)
+        self.chat_encoder = ChatEncoder(self._texts)
         self.use_template(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
@@ -136,24 +138,24 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, go
         through ``encode_chat``."""
-        return self._framed(self._ids, text, add_special_tokens)
+        return self._framed(self._texts.encode, text, add_special_tokens)
 
     def _framed(self, encode: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool) -> list[int]:
         if add_special_tokens and self._own_frame:
             return [*self._prefix, *encode(text, False), *self._suffix]
         return encode(text, add_special_tokens)
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches release it. The fast
-        # one takes half the time and memory: it does not track which characters a token has.
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens than which a text has no fewer, at once; 0 where that cannot be told."""
+        return self._texts.form.least_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; incomplete characters come out as U+FFFD."""
-        if len(ids) <= LONG_TOKENS:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        # decode() holds the interpreter's lock, 0.1 s at 100K tokens.
-        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        with panics_as_errors():
+            if len(ids) <= LONG_TOKENS:
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            # decode() holds the interpreter's lock, 0.1 s at 100K tokens.
+            return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         """A new incremental detokeniser."""
@@ -202,7 +204,9 @@ class Tokenizer:
                 raise ValueError("the chat template leaves the last message out, so that it cannot be continued")
         if check is not None:
             check(text if marked is None else self.chat_encoder.without_marks(text))
-        return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)
+        return self._framed(
+            self._texts.encode if marked is None else self.chat_encoder.encode, text, add_special_tokens
+        )
 
     def _id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +11,22 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from shadowkv.models.checkpoints.files import ModelFileError, is_there, naming, read_json, read_text
+from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
+from shadowkv.models.tokenization.text_encoder import is_panic
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED, MAX_QUOTED = 5, 40
 """Most tokens that a warning names, and most characters of each."""
+
+MOST_TIMES = 64
+"""Most times as long that replacements may make a text; those of real models make it no longer, or add a blank."""
 
 _BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -48,6 +55,7 @@ def tokenizer_from_directory(
         backend = tokenizers.Tokenizer.from_str(text)
         vocabulary = backend.get_vocab(with_added_tokens=False)
         added = {token: text.content for token, text in backend.get_added_tokens_decoder().items()}
+    _check_growth(file, msgspec.json.decode(text))
     largest = max(vocabulary.values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
@@ -76,6 +84,30 @@ def tokenizer_from_directory(
         )
 
 
+def _check_growth(file: Path, stated: dict[str, Any]) -> None:
+    """Raises ModelFileError where replacements may make texts so long that a short one takes all memory."""
+    for name in ("normalizer", "decoder"):
+        times = _growth(stated.get(name))
+        if times > MOST_TIMES:
+            reason = f"its {name} may make a text {times:.0f} times as long, more than {MOST_TIMES} times"
+            raise ModelFileError(file, reason, "use the model's own tokenizer.json")
+
+
+def _growth(step: dict[str, Any] | None) -> float:
+    """How many times as long the replacements of a normaliser or decoder may make a text."""
+    if step is None:
+        return 1.0
+    if step["type"] == "Sequence":
+        return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
+    if step["type"] == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if step["type"] != "Replace":
+        return 1.0
+    pattern, content = step["pattern"].get("String"), len(step["content"])
+    # What an expression matches may be empty, between any two characters.
+    return 1.0 + content if pattern is None else max(1.0, content / max(1, len(pattern)))
+
+
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
     """Turns the errors of the tokenizers library, which have no type of their own, into ValueError.
@@ -89,7 +121,7 @@ def library_errors(what: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
-            panicked = type(error).__name__ == "PanicException"
+            panicked = is_panic(error)
             if type(error) is not Exception and not panicked:
                 raise
             raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
@@ -139,23 +171,6 @@ def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, st
 
 def _read_stated(file: Path) -> dict[str, Any]:
     return read_json(file) if is_there(file) else {}
-
-
-def _alphabet() -> tuple[str, ...]:
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    characters, shifted = [], 0
-    for byte in range(256):
-        if byte in printable:
-            characters.append(chr(byte))
-        else:
-            characters.append(chr(256 + shifted))
-            shifted += 1
-    return tuple(characters)
-
-
-BYTE_ALPHABET = _alphabet()
-"""The alphabet of byte-level BPE (GPT-2's convention): a printable character for each byte. Non-printing bytes,
-including the space, get characters from U+0100 on."""
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:

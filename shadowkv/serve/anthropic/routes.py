@@ -11,7 +11,8 @@ from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, Toke
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
 from shadowkv.serve.bodies.api_error import MESSAGES_URL
-from shadowkv.serve.http.replies import encoded_event
+from shadowkv.serve.http.owners import current_tenant
+from shadowkv.serve.http.replies import encoded_event, reply
 from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat
@@ -53,10 +54,14 @@ def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Res
         response_model=None,
         responses=responses(TokenCount, *FOR_EVERY_BODY, error=MessagesError),
     )
-    async def post_count_tokens(body: Prompt) -> Response:
+    async def post_count_tokens(body: Prompt, request: Request) -> Response:
         check_model(body.model, respond.served_name)
-        limit = tokenize_limit(engine.max_model_len)
-        (prompt,) = await in_turn(sum(endpoint.sizes(body.chat)), lambda: endpoint.prompts(body.chat, limit))
-        return JSONResponse({"input_tokens": len(prompt)})
+        limit, size = tokenize_limit(engine.max_model_len), sum(endpoint.sizes(body.chat))
+
+        async def count() -> Response:
+            (prompt,) = await in_turn(current_tenant(), size, lambda: endpoint.prompts(body.chat, limit))
+            return JSONResponse({"input_tokens": len(prompt)})
+
+        return await reply(request, count)
 
     return router

@@ -64,6 +64,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def server_stopping() -> ApiError:
+    """What those are told whose requests are dropped because the server ends."""
+    return ApiError("the server is stopping", status=503, code="server_stopping")
+
+
 def _short(text: str) -> str:
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 

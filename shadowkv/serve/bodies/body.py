@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -39,7 +39,13 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Body(BaseModel):
-    """Strict about types; null is the same as omitted, as in the OpenAI API."""
+    """Strict about types; null is the same as omitted, as in the OpenAI API.
+
+    Attributes:
+        is_read_again: whether a route needs its bytes after they were read once.
+    """
+
+    is_read_again: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=complete)
 
@@ -126,7 +132,7 @@ def attachments() -> Attachments:
     return here
 
 
-def read_body(raw: bytes, model: type[B], documents: Attachments | None = None) -> B:
+def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | None = None) -> B:
     """The request in a body; raises ApiError, which is HasDocuments where it has some and ``documents`` is None."""
     _check_counts(raw)
     try:
@@ -140,7 +146,7 @@ def read_body(raw: bytes, model: type[B], documents: Attachments | None = None) 
         _attachments.reset(before)
 
 
-def _check_counts(raw: bytes) -> None:
+def _check_counts(raw: bytes | bytearray) -> None:
     """Refuses a body of more arrays, objects and items than any valid one has, before they are made."""
     if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > MAX_ITEMS:
         raw = _outside_strings(raw)  # a long text may have as many brackets and commas
@@ -153,11 +159,11 @@ def _check_counts(raw: bytes) -> None:
             raise ApiError(reason, status=413, code="body_too_large")
 
 
-def _containers(raw: bytes) -> int:
+def _containers(raw: bytes | bytearray) -> int:
     return raw.count(b"[") + raw.count(b"{")
 
 
-def _outside_strings(raw: bytes) -> bytes:
+def _outside_strings(raw: bytes | bytearray) -> bytes:
     """JSON without what is within its strings."""
     raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
     for start in range(0, len(raw), PIECE):
@@ -177,7 +183,7 @@ def validated(value: Any, model: type[B]) -> B:
     return body
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes | bytearray) -> Any:
     """The value in JSON text as RFC 8259 has it: UTF-8, no NaN, nothing that is ambiguous or could not be written back;
     raises JSONDecodeError."""
     try:

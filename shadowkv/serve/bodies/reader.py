@@ -12,17 +12,17 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Event, Timer
 from typing import TypeVar
 
-from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.body import Body, read_body
 from shadowkv.serve.bodies.parameters import unknown
 from shadowkv.serve.bodies.reader_process import read_frame, write_frame
+from shadowkv.serve.bodies.turns import FairTurns
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -31,8 +31,11 @@ SHORT_BYTES = 2**18
 """Longest body that is read in this process: it holds the interpreter's lock for milliseconds."""
 
 PROCESSES = 2
-"""Started for the first long bodies: while one body takes long, the other process serves the rest, of which one API key
-has at most one where there are several."""
+"""Started for the first long bodies: while one body takes long, the other process serves the rest, of which one tenant
+has at most one."""
+
+IDLE_SECONDS = 60.0
+"""After which a process without work ends, and what it has taken for the longest body is free."""
 
 SECONDS, SECONDS_PER_MIB = 10.0, 0.25
 """Seconds that reading may take; a body of 32 MiB takes about one."""
@@ -42,122 +45,169 @@ MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 24
 
 
 class BodyReader:
-    """Reads bodies for one server; its processes end with ``close``, or with the server.
+    """Reads bodies for one server; its processes end with ``close``, with the server, or when there is nothing to read.
 
     Args:
         max_body_bytes: length of the longest body that will come.
-        per_key: long bodies of one API key that may be read at once; the others of that key wait, and nobody else.
         seconds: time that reading may take; None is the limit for JSON bodies, which depends on their length.
 
     Attributes:
         idle: its processes without work.
+        working: those that read a body.
     """
 
-    def __init__(self, max_body_bytes: int, per_key: int = PROCESSES, seconds: float | None = None) -> None:
+    def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
         self._seconds = seconds
-        self._turns: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(per_key))
+        self._turns = FairTurns(PROCESSES)
         self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
-        self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # at most this many processes work at once
+        self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")
         self.idle: list[_Process] = []
-        self._working: set[_Process] = set()
+        self.working: set[_Process] = set()
         self._closed = False
 
-    async def read(self, raw: bytes, model: type[B], key: str | None = None) -> B:
-        """The request in a body that came with ``key``; raises ApiError."""
+    async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
+        """The request in a body; long ones of each tenant take turns. Raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await asyncio.to_thread(read_body, raw, model)
-        return await self.apart(raw, partial(read_body, model=model), key)
+        return await self.apart(raw, partial(read_body, model=model), tenant)
 
-    async def apart(self, raw: bytes, work: Callable[[bytes], T], key: str | None = None) -> T:
-        """What ``work``, which can be pickled, makes of a body in a separate process; raises ApiError."""
-        async with self._turns[key]:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._apart, raw, work)
-
-    def close(self) -> None:
-        """Ends the processes; bodies being read are refused."""
-        self._closed = True
-        for process in [*self.idle, *self._working]:
-            process.end()
-        self._threads.shutdown(cancel_futures=True)
-
-    def _apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
-        seconds = SECONDS + SECONDS_PER_MIB * len(raw) / 2**20 if self._seconds is None else self._seconds
-        try:
-            process = self.idle.pop()
-        except IndexError:  # not checked beforehand: another thread may take the last one
-            process = _Process(self._memory)
-        self._working.add(process)
-        try:
-            result = process.read(raw, work, seconds)
-        finally:
-            self._working.discard(process)
-            if self._closed or process.has_ended:
-                process.end()
-            else:
-                self.idle.append(process)
+    async def apart(self, raw: bytes | bytearray, work: Callable[[bytes], T], tenant: str = "") -> T:
+        """What ``work``, which can be pickled, makes of a body in a separate process, which is killed where this is
+        cancelled; raises ApiError."""
+        async with self._turns.of(tenant):
+            if self._closed:
+                raise server_stopping()
+            seconds = SECONDS + SECONDS_PER_MIB * len(raw) / 2**20 if self._seconds is None else self._seconds
+            process = self.idle.pop() if self.idle else _Process(self._memory)
+            process.keep()
+            self.working.add(process)
+            reading = asyncio.get_running_loop().run_in_executor(self._threads, process.read, raw, work, seconds)
+            try:
+                result = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                process.kill()
+                await asyncio.wait((reading,))
+                raise
+            finally:
+                self.working.discard(process)
+                if not process.has_ended:
+                    self.idle.append(process)
+                    process.end_in(IDLE_SECONDS, self.idle)
         if isinstance(result, ApiError):
             raise result
         return result
 
+    def close(self) -> None:
+        """Ends the processes; bodies that are being read, or would be, are refused."""
+        self._closed = True
+        self._turns.drop(server_stopping())
+        for process in (*self.idle, *self.working):
+            process.kill()
+        self._threads.shutdown()
+        for process in self.idle:
+            process.end()
+        self.idle.clear()
+
 
 class _Process:
-    """One process, which reads one body at a time."""
+    """One process, which reads one body at a time and is started for the first."""
 
     def __init__(self, memory: int) -> None:
-        command = [sys.executable, "-m", "shadowkv.serve.bodies.reader_process", str(memory)]
-        # Modules are found where this process finds them; a terminal's signals are for the server alone.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = Event()
+        self._clock: asyncio.TimerHandle | None = None
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its process id, once it has read something."""
+        assert self._process is not None
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def has_ended(self) -> bool:
         """Whether it is no longer usable."""
-        return self._process.poll() is not None
+        return self._killed.is_set() or not self.is_running
 
-    def read(self, raw: bytes, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
+    def read(self, raw: bytes | bytearray, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
         """What the process made of a body; if it made nothing, an ApiError of our own, and the process is ended."""
+        if self._process is None:
+            self._process = self._started()
+        assert self._process.stdin is not None and self._process.stdout is not None
         late = Event()
 
         def stop() -> None:
             late.set()
-            self._process.kill()
+            self.kill()
 
         timer = Timer(seconds, stop)
         timer.start()
         try:
-            write_frame(self._stdin, pickle.dumps(work))
-            write_frame(self._stdin, raw)
+            if self._killed.is_set():  # while it started
+                raise EOFError
+            write_frame(self._process.stdin, pickle.dumps(work))
+            write_frame(self._process.stdin, raw)
             result: T | ApiError
-            result, names = pickle.loads(read_frame(self._stdout))
+            result, names = pickle.loads(read_frame(self._process.stdout))
         except (EOFError, OSError):
+            was_killed = self._killed.is_set()
             self.end()
             if late.is_set():
                 reason = f"reading this body of {len(raw)} bytes took more than {seconds:.0f} seconds; send less"
                 return ApiError(reason, status=413, code="body_too_large")
+            if was_killed:
+                return server_stopping()
             reason = f"the process that was reading this body of {len(raw)} bytes has died; send less, or try again"
             return ApiError(reason, status=503, code="body_not_read")
         finally:
             timer.cancel()
             timer.join()
-            if late.is_set():  # even if the answer came just in time: the process is about to end
+            if self._killed.is_set():  # even if the answer came just in time: the process is about to end
                 self.end()
         for name in names:
             unknown.tell(name)
         return result
 
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "shadowkv.serve.bodies.reader_process", str(self._memory)]
+        # Modules are found where this process finds them; a terminal's signals are for the server alone.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+
+    def end_in(self, seconds: float, idle: list[_Process]) -> None:
+        """Has the process end after a while, and leave the list, unless it is kept by then."""
+
+        def end() -> None:
+            idle.remove(self)
+            self.end()
+
+        self._clock = asyncio.get_running_loop().call_later(seconds, end)
+
+    def keep(self) -> None:
+        """Has it not end after all."""
+        if self._clock is not None:
+            self._clock.cancel()
+
+    def kill(self) -> None:
+        """Makes the process end at once, whatever it is doing."""
+        self._killed.set()
+        if self._process is not None:
+            self._process.kill()
+
     def end(self) -> None:
         """Ends the process and waits for its end."""
-        self._process.kill()
+        self.kill()
+        if self._process is None:
+            return
         self._process.wait()
-        for pipe in (self._stdin, self._stdout):
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
             with contextlib.suppress(OSError):  # what remained to be written
                 pipe.close()

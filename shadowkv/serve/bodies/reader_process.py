@@ -19,7 +19,7 @@ from shadowkv.serve.bodies.parameters import unknown
 LENGTH = struct.Struct("<Q")
 
 
-def write_frame(stream: IO[bytes], data: bytes) -> None:
+def write_frame(stream: IO[bytes], data: bytes | bytearray) -> None:
     """Sends one frame."""
     stream.write(LENGTH.pack(len(data)))
     stream.write(data)

@@ -10,11 +10,13 @@ from typing import Any, Literal, TypeVar, cast
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
+from starlette.requests import ClientDisconnect
 
 from shadowkv.serve.bodies.body import Attachments, Body, HasDocuments, read_body
-from shadowkv.serve.bodies.reader import BodyReader
+from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import BodyRefused, as_api_error
-from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.http.owners import current_tenant, owner_of
+from shadowkv.serve.http.replies import unless_disconnected
 from shadowkv.serve.storage.store import Store
 
 B = TypeVar("B", bound=Body)
@@ -52,10 +54,16 @@ class _Request(Request):
 
     async def json(self) -> Any:
         raw = await self.body()
+        reading = read_request(self, raw, self.model)
         try:
-            body: Any = await read_request(self, raw, self.model)
+            body: Any = await (unless_disconnected(self.receive, reading) if len(raw) > SHORT_BYTES else reading)
         except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
             raise BodyRefused(as_api_error(error)) from error
+        finally:
+            if isinstance(raw, bytearray) and not self.model.is_read_again:
+                raw.clear()  # FastAPI holds it until the answer is there
+        if body is None:
+            raise ClientDisconnect
         if (named := getattr(body, "model", None)) is not None:
             body.model = self.app.state.settings.first_name(named)
         return body
@@ -66,12 +74,12 @@ async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
     state = request.app.state
     bodies: BodyReader = state.bodies
     try:
-        return await bodies.read(raw, model, owner_of(request))
+        return await bodies.read(raw, model, current_tenant())
     except HasDocuments:
         documents: BodyReader = state.documents
         store: Store = state.store
         here = Attachments(store.folder_of(owner_of(request)))
-        return await documents.apart(raw, partial(read_body, model=model, documents=here), owner_of(request))
+        return await documents.apart(raw, partial(read_body, model=model, documents=here), current_tenant())
 
 
 class BodyRoute(APIRoute):

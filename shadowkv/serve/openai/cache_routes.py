@@ -14,7 +14,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved, SaveError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.owners import prompt_owner
+from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
@@ -42,8 +42,8 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         def encode() -> list[int]:
             return endpoint.prompts(body, engine.max_model_len)[0]
 
-        prompt = await in_turn(sum(endpoint.sizes(body)), encode)
-        request = await in_turn(len(prompt), lambda: engine_request(engine, prompt, params, owner))
+        prompt = await in_turn(current_tenant(), sum(endpoint.sizes(body)), encode)
+        request = await in_turn(current_tenant(), len(prompt), lambda: engine_request(engine, prompt, params, owner))
         return await engine.save(_own(body.name), request, metrics.observe)
 
     async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:

@@ -202,7 +202,7 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
         echo = endpoint.echo(request, prompts)
         return Job(engine, endpoint.tokenizer, name, request, body, model, choices, reasoning, parsers, echo)
 
-    job = await in_turn(sum(sizes), encode)
+    job = await in_turn(current_tenant(), sum(sizes), encode)
     if record is not None:
         record.generation = job
     return job

@@ -9,6 +9,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.owners import current_tenant
+from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
@@ -84,14 +86,16 @@ def token_routes(engine: EngineClient, served_name: str) -> APIRouter:
         return JSONResponse({"prompt": tokenizer.decode(tokens.tolist(), skip_special_tokens=False)})
 
     @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
-    async def post_tokenize(body: TokenizeRequest) -> Response:
+    async def post_tokenize(body: TokenizeRequest, request: Request) -> Response:
         check_model(body.model, served_name)
-        return await in_turn(body.size, lambda: tokenize(body))
+        return await reply(request, lambda: in_turn(current_tenant(), body.size, lambda: tokenize(body)))
 
     @router.post("/detokenize", response_model=None, responses=responses(Detokenized, *FOR_EVERY_BODY))
-    async def post_detokenize(body: DetokenizeRequest) -> Response:
+    async def post_detokenize(body: DetokenizeRequest, request: Request) -> Response:
         check_model(body.model, served_name)
-        return await in_turn(len(body.tokens), lambda: detokenize(body.tokens))
+        return await reply(
+            request, lambda: in_turn(current_tenant(), len(body.tokens), lambda: detokenize(body.tokens))
+        )
 
     @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.errors import as_api_error, error_response, too_large
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import STATS_PATH
-from shadowkv.serve.http.owners import owner_of, prompt_owner
+from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.page.documents import MAX_DOCUMENT_BYTES, read_document
@@ -151,7 +151,7 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
                 return too_large(text, request.url.path)
 
         async def read() -> Response:
-            return JSONResponse(asdict(await documents.apart(bytes(raw), read_document, owner_of(request))))
+            return JSONResponse(asdict(await documents.apart(raw, read_document, current_tenant())))
 
         return await reply(request, read)
 

@@ -154,6 +154,7 @@ class ResponsesRequest(Converted, Sampling):
     (``history.py``). ``max_tool_calls`` limits built-in tools, of which there are none."""
 
     names = NAMES
+    is_read_again = True
 
     input: Input
     instructions: Text | None = None

@@ -1,14 +1,20 @@
-"""Text to token ids for the server: what cannot fit is refused after a part of it, and long texts take turns."""
+"""Text to token ids for the server: what cannot fit is refused before it is tokenised, or after a part of it, and long
+texts take turns."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
-from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.models.tokenization.text_encoder import NobodyWaits, unless_set
+from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.limits import TOKENIZE_TOKENS
+from shadowkv.serve.bodies.turns import FairTurns
+from shadowkv.serve.text.memory import give_back_small_blocks
 from shadowkv.wording import counted
 
 if TYPE_CHECKING:
@@ -19,8 +25,8 @@ T = TypeVar("T")
 LONG = 2**16
 """Characters, or token ids, from which on a prompt is long."""
 
-TURNS = 2
-"""Long prompts tokenised at a time: each takes some 60 bytes per character."""
+TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
+"""Long prompts tokenised at a time, of each tenant one less: that leaves a core to the others."""
 
 FIRST_PART, NEXT_PART = 8, 4
 """Characters per allowed token in the first part of a text, and the factor by which each next part is longer. English
@@ -32,14 +38,44 @@ MARGIN = 1.25
 WORD_CHARS = 256
 """A part ends at the end of a word, if there is one this near."""
 
-_turns = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
+_turns = FairTurns(TURNS)
+_threads = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
+_at_work: set[Event] = set()
 
 
-async def in_turn(size: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, on a thread; only a few with a ``size`` above ``LONG`` run at a time."""
+async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
+    """What ``work`` returns, on a thread; of those with a ``size`` above ``LONG`` only a few run at a time, which the
+    tenants share, and none longer than somebody waits for it. Raises ApiError where ``drop_long`` ends it."""
     if size <= LONG:
         return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_turns, work)
+    async with _turns.of(tenant):
+        unwanted = Event()
+        _at_work.add(unwanted)
+
+        def run() -> T:
+            with unless_set(unwanted):
+                return work()
+
+        working = asyncio.get_running_loop().run_in_executor(_threads, run)
+        try:
+            return await asyncio.shield(working)
+        except NobodyWaits:
+            raise server_stopping() from None
+        except asyncio.CancelledError:
+            unwanted.set()
+            await asyncio.wait((working,))  # the turn is free when its work has ended
+            raise
+        finally:
+            _at_work.discard(unwanted)
+            if not _at_work:  # nobody waits for it
+                _threads.submit(give_back_small_blocks)
+
+
+def drop_long() -> None:
+    """Refuses all long texts that are tokenised or wait for it, because the server ends."""
+    _turns.drop(server_stopping())
+    for unwanted in _at_work:
+        unwanted.set()
 
 
 def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_tokens: bool = True) -> list[int]:
@@ -49,9 +85,14 @@ def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_
 
 
 def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> None:
-    """Raises ApiError, naming ``param``, once a part of the text has many more tokens than ``limit``: the rest is not
-    looked at. Counting tokens is the only sound way, since normalizers may shrink a text arbitrarily.
+    """Raises ApiError, naming ``param``, for a text that has more than ``limit`` tokens by its length, or once a part
+    of it has many more: the rest is not looked at. Length tells little where tokens may be long, and nothing where a
+    normaliser may shrink the text.
     """
+    least = tokenizer.least_tokens(text)
+    if least > limit:
+        reason = f"{len(text)} characters are {counted(least, 'token')} or more"
+        raise too_long(f"at most {counted(limit, 'token')} may come, but {reason}", param)
     end = FIRST_PART * limit
     while end < len(text):
         cut = text.rfind(" ", end - WORD_CHARS, end)
