@@ -27,7 +27,7 @@ NOTICED, BUSY = 1.0, 5.0
 """Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
 something else as well."""
 KILLED = "the engine has died: its process has ended (SIGKILL: the system may have run out of memory)"
-TRIAL = "shadowkv.engine.structured.trial_process"
+GRAMMAR = "shadowkv.engine.structured.grammar_process"
 TIMES = [pytest.param(2, id="twice"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
 
 
@@ -150,9 +150,9 @@ def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Sig
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with server(tiny_model, "--shutdown-timeout=1") as one, ThreadPoolExecutor(1) as client:
         answer = client.submit(one.ask, response_format=format, ignore_eos=False)
-        seconds_until(lambda: [child for child in one.engine.children() if TRIAL in child.cmdline()])
+        seconds_until(lambda: [child for child in one.engine.children() if GRAMMAR in child.cmdline()])
         family = one.family()
-        (trial,) = (process for process in family if TRIAL in process.cmdline())
+        (trial,) = (process for process in family if GRAMMAR in process.cmdline())
         seconds_until(lambda: trial.cpu_times().user > 4)  # it compiles by now
         one.http.send_signal(end)
         ended = time.monotonic()
