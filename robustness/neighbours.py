@@ -77,9 +77,10 @@ class Client:
         began = time.perf_counter()
         with self._http.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
-            next(line for line in response.iter_lines() if line.startswith("data: {"))
+            lines = response.iter_lines()
+            next(line for line in lines if line.startswith("data: {"))
             seconds = time.perf_counter() - began
-            for _ in response.iter_lines():
+            for _ in lines:
                 pass
         return seconds
 

@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 from shadowkv.engine.held_folder import HeldFolder
 
@@ -18,7 +19,11 @@ GRACE_SECONDS = 5.0
 
 
 def start_process(
-    module: str, *descriptors: int, holds: Sequence[HeldFolder] = (), own_session: bool = True
+    module: str,
+    *descriptors: int,
+    holds: Sequence[HeldFolder] = (),
+    own_session: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process that runs a module, and a connection to it; its command line has the connection's other end and
     ``descriptors``, which it inherits. It holds folders for as long as it lives."""
@@ -30,7 +35,7 @@ def start_process(
             [sys.executable, "-m", module, *map(str, inherited)],
             pass_fds=(*inherited, *(folder.descriptor for folder in holds)),
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
             start_new_session=own_session,
         )
     return process, Connection(ours.detach())

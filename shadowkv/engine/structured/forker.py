@@ -16,6 +16,9 @@ from shadowkv.engine.structured.vocabulary import Vocabulary
 START_SECONDS = 120.0
 """How long it may take to start: two seconds, and more on a busy machine."""
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Only a process of one thread may be forked; libraries start others as they are imported."""
+
 P = TypeVar("P")
 
 
@@ -41,7 +44,7 @@ class Forker(Generic[P]):
     def start(self) -> Connection:
         """Starts it; raises OSError where it ends at once."""
         # Of this process's session: the kernel may schedule sessions by themselves, whatever priorities they have.
-        self._process, self.connection = start_process(self._module, own_session=False)
+        self._process, self.connection = start_process(self._module, own_session=False, environment=ONE_THREAD)
         self._began = time.monotonic()
         self.connection.send(self._vocabulary())
         return self.connection
