@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -136,8 +136,9 @@ REQUESTS = [
 ]
 
 
-def told(answer: httpx.Response) -> tuple[int, list[str], object]:
-    """What an answer says, without its id and its time."""
+def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str]]]:
+    """What an answer says, without its id and its time; of a stream without how its text is cut: a busy server adds
+    several tokens at once."""
     names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
     assert len(answer.headers.get_list("x-request-id")) == 1
 
@@ -145,16 +146,30 @@ def told(answer: httpx.Response) -> tuple[int, list[str], object]:
         if isinstance(value, list):
             return [strip(one) for one in value]
         if isinstance(value, dict):
-            own = ("id", "item_id", "created", "created_at", "completed_at")
+            own = ("id", "item_id", "created", "created_at", "completed_at", "sequence_number")
             return {name: strip(one) for name, one in value.items() if name not in own}
         return value
 
-    def line(text: str) -> object:
+    said: list[tuple[object, str]] = []
+    for line in answer.text.splitlines():
+        if not line or line.startswith("event: "):  # the data has its type, too
+            continue
+        event, added = line, ""
         with suppress(ValueError):
-            return strip(json.loads(text.removeprefix("data: ")))
-        return text
+            event, added = without_text(strip(json.loads(line.removeprefix("data: "))))
+        if said and added and said[-1][0] == event:
+            said[-1] = (event, said[-1][1] + added)
+        else:
+            said.append((event, added))
+    return answer.status_code, names, said
 
-    return answer.status_code, names, [line(text) for text in answer.text.splitlines()]
+
+def without_text(event: Any) -> tuple[object, str]:
+    """An event of a stream, and the text that it adds."""
+    if event.get("object") == "chat.completion.chunk":
+        (choice,) = event["choices"]
+        return event, choice["delta"].pop("content", "")
+    return event, event.pop("delta", "")
 
 
 @pytest.mark.slow
