@@ -122,7 +122,7 @@ REQUESTS = [
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
     ("POST", "/v1/messages", CHAT),
-    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "stream": True}),
+    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False, "stream": True}),
     ("POST", "/tokenize", {"prompt": "Hi"}),
     ("POST", "/v1/completions", {"prompt": "word " * 2000}),
     ("POST", "/v1/messages", {"messages": 7}),
