@@ -344,10 +344,11 @@ class Soak(HostileClients):
     async def fill_and_empty(self) -> dict[str, int]:
         """Sequences that run when every slot is wanted at once, and bytes of the KV cache in use when they are gone.
 
-        They leave no room for finished sequences, so whatever is left then has leaked. On a slow machine the first
-        answer may be over before the last one has begun: as many clients ask again until all are seen to run.
+        They leave no room for finished sequences and are not kept themselves, so whatever is left then has leaked. On a
+        slow machine the first answer may be over before the last one has begun: as many clients ask again until all are
+        seen to run.
         """
-        body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True)
+        body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True, cache_prompt=False)
         running, end = 0, time.monotonic() + FILLING_SECONDS
 
         async def ask() -> None:

@@ -118,11 +118,16 @@ def plain(engine: LocalEngine) -> Iterator[httpx.Client]:
 
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, "temperature": 0}
+RESPONSE = {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False}  # replicas keep none
 REQUESTS = [
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
     ("POST", "/v1/messages", CHAT),
-    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False, "stream": True}),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False, "stream": True},
+    ),
     ("POST", "/tokenize", {"prompt": "Hi"}),
     ("POST", "/v1/completions", {"prompt": "word " * 2000}),
     ("POST", "/v1/messages", {"messages": 7}),
@@ -136,7 +141,7 @@ REQUESTS = [
 ]
 
 
-def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str]]]:
+def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str, str]]]:
     """What an answer says, without its id and its time; of a stream without how its text is cut: a busy server adds
     several tokens at once."""
     names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
@@ -150,26 +155,26 @@ def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str
             return {name: strip(one) for name, one in value.items() if name not in own}
         return value
 
-    said: list[tuple[object, str]] = []
+    said: list[tuple[object, str, str]] = []
     for line in answer.text.splitlines():
         if not line or line.startswith("event: "):  # the data has its type, too
             continue
-        event, added = line, ""
+        event, *added = line, "", ""
         with suppress(ValueError):
-            event, added = without_text(strip(json.loads(line.removeprefix("data: "))))
-        if said and added and said[-1][0] == event:
-            said[-1] = (event, said[-1][1] + added)
-        else:
-            said.append((event, added))
+            event, *added = apart(strip(json.loads(line.removeprefix("data: "))))
+        if said and any(added) and said[-1][0] == event:
+            before = said.pop()[1:]
+            added = [old + new for old, new in zip(before, added, strict=True)]
+        said.append((event, *added))
     return answer.status_code, names, said
 
 
-def without_text(event: Any) -> tuple[object, str]:
-    """An event of a stream, and the text that it adds."""
+def apart(event: Any) -> tuple[object, str, str]:
+    """An event of a stream, the text that it adds, and why the answer ends with it."""
     if event.get("object") == "chat.completion.chunk":
         (choice,) = event["choices"]
-        return event, choice["delta"].pop("content", "")
-    return event, event.pop("delta", "")
+        return event, choice["delta"].pop("content", ""), choice.pop("finish_reason") or ""
+    return event, event.pop("delta", ""), ""
 
 
 @pytest.mark.slow
