@@ -2,6 +2,7 @@ PYTHON ?= python3
 ARGS ?=
 TOOL ?= memcheck
 JOBS ?= 2
+QUARTER ?=
 
 PY := .venv/bin/python
 # Most of 23,000 files are never imported; those that are, are compiled then.
@@ -13,10 +14,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve reproduce wheel test test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
+.PHONY: help serve reproduce wheel test test-numeric test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/.installed ## Serve a small model with 65,536 tokens of context on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --model smollm2-135m-64k-chat --batch 48 $(ARGS)
@@ -34,13 +35,27 @@ reproduce: .venv/.installed-eval ## Measure README's RULER table again, on a GPU
 # tests/conftest.py, not those with the most tests first.
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Kernels that PyTorch, oneDNN, MKL and our C++ have for CPUs of an instruction set.
+AS_BASELINE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE SHADOWKV_CPU_ISA=baseline
+AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 SHADOWKV_CPU_ISA=avx2
+
+# Files that compare numbers within a bound; but for kernels that others compute (GPUs, NumPy for Triton's interpreter),
+# the real model, and two that are about memory and take long.
+NUMERIC = $(filter-out tests/ops/test_cuda_% %/test_smollm2.py %/test_lifetimes.py %/test_growth.py, $(sort $(shell \
+  grep -rlE "assert_(close|same)|allclose|isclose" --include="test_*.py" $(addprefix tests/,ops kvcache models engine hf))))
+
 test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some: make test ARGS="tests/test_x.py -k name")
 	$(RUN_TESTS) -m "not slow" $(ARGS)
 
+# Once with two threads, on two cores.
+test-numeric: .venv/.installed-test ## Run the tests of numbers once more, as CPUs without AVX and CPUs with AVX2 compute
+	$(AS_BASELINE) OMP_NUM_THREADS=2 $(PY) -m pytest -m "not slow" $(NUMERIC) $(ARGS)
+	$(AS_AVX2) $(RUN_TESTS) -m "not slow" $(NUMERIC) $(ARGS)
+
 # Ray is installed for these alone: without it its tests would be skipped.
 test-slow: export SHADOWKV_CLIENTS := $(CURDIR)/build/clients/bin/python
-test-slow: .venv/.installed-test-slow build/clients/.installed ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers
-	$(RUN_TESTS) -m slow $(ARGS)
+test-slow: .venv/.installed-test-slow build/clients/.installed ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers (a QUARTER of them: 0 to 3)
+	$(RUN_TESTS) -m slow $(QUARTER:%=--quarter %) $(ARGS)
 
 # What has changed since the last commit that landed; whole libraries, with every optimisation, are for make test-slow.
 check-cuda: ## Compile the CUDA sources that differ from main's, or from those of the last commit, without a GPU

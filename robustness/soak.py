@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,8 @@ WEIGHTS |= {"slow reader": 3, "silent": 2, "half header": 2, "half body": 2, "gi
 TURNS = 3
 FILLING_ANSWER = 200
 """Answer length when every slot is filled: longer ones would need more fitted states than there are."""
+FILLING_SECONDS = 120
+"""In which every slot must have been filled at once."""
 TIDE = 250
 """Requests between high tide, when every client works, and low tide, when every fourth one does."""
 MAX_FAULTS = 100
@@ -340,20 +342,28 @@ class Soak(HostileClients):
         return int(left)
 
     async def fill_and_empty(self) -> dict[str, int]:
-        """Sequences that run when every slot is requested at once, and bytes of the KV cache in use when they are gone.
+        """Sequences that run when every slot is wanted at once, and bytes of the KV cache in use when they are gone.
 
-        They leave no room for finished sequences, so whatever is left then has leaked.
+        They leave no room for finished sequences and are not kept themselves, so whatever is left then has leaked. On a
+        slow machine the first answer may be over before the last one has begun: as many clients ask again until all are
+        seen to run.
         """
-        body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True)
-        lines: list[AsyncIterator[str]] = []
-        async with AsyncExitStack() as stack:
-            for _ in range(SLOTS):
-                response = await stack.enter_async_context(self.open("/v1/completions", body))
-                lines.append(response.aiter_lines())
-                await anext(lines[-1])  # admitted; the stream lives as long as its iterator
-            running = await self.gauge("shadowkv:num_requests_running")
+        body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True, cache_prompt=False)
+        running, end = 0, time.monotonic() + FILLING_SECONDS
+
+        async def ask() -> None:
+            while running < SLOTS and time.monotonic() < end:
+                async with self.open("/v1/completions", body) as response:
+                    lines = response.aiter_lines()
+                    while running < SLOTS and await anext(lines, None) is not None:
+                        pass
+
+        clients = asyncio.gather(*(ask() for _ in range(SLOTS)))
+        while not clients.done() and running < SLOTS:
+            running = max(running, int(await self.gauge("shadowkv:num_requests_running")))
+        await clients
         await self.left_over()
-        return {"sequences at once": int(running), "bytes left": int(await self.gauge("shadowkv:kv_cache_used_bytes"))}
+        return {"sequences at once": running, "bytes left": int(await self.gauge("shadowkv:kv_cache_used_bytes"))}
 
     # -- report ----------------------------------------------------------------------------------------------------
 

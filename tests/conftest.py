@@ -1,5 +1,5 @@
-"""Which files are tested first; seeds and examples that are drawn, the same ones in every run unless others are asked
-for; disks that are waited for; the memory of a GPU that several processes test on."""
+"""Which files are tested first, and which quarter of all; seeds and examples that are drawn, the same ones in every run
+unless others are asked for; disks that are waited for; the memory of a GPU that several processes test on."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quarters import of_quarter
 
 LONGEST = (
     *("test_cuda_sources.py", "test_replicas.py", "test_smollm2.py", "test_batch.py", "test_soak.py"),
@@ -36,9 +37,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts them first, in their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quarter", type=int, choices=range(4), help="run one quarter of the tests")
+
+
+@pytest.hookimpl(trylast=True)  # of what the other options leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest first, in their order, and leaves a quarter where one is asked for."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    if (quarter := config.getoption("quarter")) is not None:
+        kept = of_quarter(items, quarter)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -168,6 +168,13 @@ def write_tokenizer(directory: Path) -> None:
     backend.save(str(directory / "tokenizer.json"))
 
 
+def load_oracle(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' model of files, of plain operations: its kernel for experts has no float64."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
 @torch.no_grad()
 def oracle_logits(model: torch.nn.Module, sequences: list[list[int]]) -> list[torch.Tensor]:
     """transformers' logits [length, V], each sequence on its own."""

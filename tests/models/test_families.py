@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import CASES, TINY, build, corrections, oracle_logits
+from precision import InFloat64, assert_close_like_lowp, draws
 from safetensors.torch import load_file, save_file
 
 from shadowkv.models import load_config, load_model
-from shadowkv.ops.registry import Ops
+from shadowkv.ops.registry import NAMES, Ops
 
 LENGTHS = (1, 7, 23, 12)
 
@@ -139,22 +141,25 @@ def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
 def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> None:
     build(name, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32).model
-    model.use(Ops())
+    model.use(Ops(overrides=dict.fromkeys(NAMES, "reference")))
     layer = model.layers[1]
     batch = DenseBatch.of(list(LENGTHS))
     total = sum(LENGTHS)
     x = torch.randn(total, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
-    whole = torch.add(*layer(x, None, DenseCache(model.config.rope), batch))
+    with InFloat64():
+        exact = torch.add(*deepcopy(layer).double()(x.double(), None, DenseCache(model.config.rope), batch))
+    whole = draws(lambda: torch.add(*layer(x, None, DenseCache(model.config.rope), batch)))
+    model.use(Ops())
     cache = DenseCache(model.config.rope)
     blocks = [(start, min(start + block, total)) for start in range(0, total, block)]
     begun = [layer.normalise(x[start:stop], None) for start, stop in blocks]
     for (_, normed), (start, stop) in zip(begun, blocks, strict=True):
         layer.append(normed, cache, batch.block(start, stop))
     ended = [layer.attend(*one, cache, batch.block(*block)) for one, block in zip(begun, blocks, strict=True)]
-    torch.testing.assert_close(torch.cat([torch.add(*one) for one in ended]), whole, atol=1e-5, rtol=0)
+    assert_close_like_lowp(torch.cat([torch.add(*one) for one in ended]), exact, *whole)
     wanted = torch.tensor([3, 0, total - 1])
     some = torch.add(*layer(x, None, DenseCache(model.config.rope), batch, wanted))
-    torch.testing.assert_close(some, whole[wanted], atol=1e-5, rtol=0)
+    assert_close_like_lowp(some, exact[wanted], *(one[wanted] for one in whole))
 
 
 def test_decode_steps_equal_one_pass(tmp_path: Path) -> None:

@@ -58,17 +58,6 @@ def group_shares(logits: Tensor, allowed: Tensor) -> Tensor:
     return result
 
 
-def assert_close_like_lowp(out: Tensor, exact: Tensor, lowp: Tensor) -> None:
-    """max|out - ref32| <= 2 max|ref_lowp - ref32| + atol, with one step of bfloat16 at the largest value as atol."""
-    assert out.shape == exact.shape
-    assert out.isfinite().all()
-    if not out.numel():
-        return
-    error = (out.double() - exact).abs().max()
-    allowed = 2 * (lowp.double() - exact).abs().max() + 2**-7 * exact.abs().max()
-    assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
-
-
 def assert_close(out: Tensor, exact: Tensor, atol: float = 2e-5, rtol: float = 2e-5) -> None:
     """float32 results against float64 ones; infinities must agree."""
     assert out.dtype == torch.float32

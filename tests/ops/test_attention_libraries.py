@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from test_op_registry import TURBO
 from test_ragged_attention import packed
 

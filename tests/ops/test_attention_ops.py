@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend_rows, poison
+from plain_formulas import SHAPES, assert_close, attend_rows, poison
+from precision import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.ops.block_attention import reference as block_reference

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.ops.attend_blocks import cuda_sm90, reference, triton

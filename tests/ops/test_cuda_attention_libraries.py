@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from test_ragged_attention import packed
 
 from shadowkv.ops.block_attention import flash_attn, flashinfer

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close_like_lowp
+from plain_formulas import SHAPES
+from precision import assert_close_like_lowp
 
 from shadowkv.ops.block_attention import cuda, reference
 

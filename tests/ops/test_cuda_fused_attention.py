@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 
 from shadowkv.ops.attend_blocks import cuda_sm90 as hopper
 from shadowkv.ops.block_attention import cuda as flash_block

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field, Tier

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from test_cuda_paged_attention import SHAPES, case, poisoned_outputs
 
 from shadowkv.ops.page import PAGE

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plain_formulas import assert_close_like_lowp
+from precision import assert_close_like_lowp
 from test_ragged_attention import LENGTHS, packed
 
 from shadowkv.ops.ragged_attention import cuda_sm90, reference, triton

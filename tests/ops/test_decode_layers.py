@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from precision import InFloat64, assert_close_like_lowp, draws
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
 
@@ -15,11 +16,17 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.decode_layers.cpu import decode_layers, missing
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
 from shadowkv.ops.decode_layers.reference import decode_layers as reference
+from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 
 HIDDEN, INTERMEDIATE, QUERY_HEADS, HEADS, DIM, NUM_PAGES = 256, 512, 6, 2, 64, 24
+INTEGER_STEP = 2.0**-20
+"""Of kernels that multiply activations of few tokens as integers: in parts of the largest of 32
+(csrc/cpu/quantised_matmul/)."""
+
 FLOATS = ((1.0, None),)
 MIXED = ((0.5, "Q4_K"), (0.25, None), (0.25, "Q6_K"))
 FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", "Q8_0")}, "mixed": MIXED}
@@ -90,21 +97,37 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
     return NewTokens(newest, pages, counts, pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE)
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
+    """The same in plain numbers of ``dtype``, also what is in blocks."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Projection):
+            return Projection(tuple(map(plain, value.runs)), plain(value.bias))
+        numbers = dequantise_rows(value) if isinstance(value, QuantisedRows) else value
+        return numbers.to(dtype) if isinstance(numbers, Tensor) else numbers
+
+    own = [replace(x, **{name: plain(value) for name, value in vars(x).items()}) for x in layers]
+    return Layers(own, layers.eps, layers.rotary)
+
+
+def results(way: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Layers, tokens: NewTokens) -> list[Tensor]:
+    """All that a way through the layers gives, with the pages that it wrote to."""
+    found = way(x, None, layers, tokens, False)
+    return [*found, *(pages for layer in layers for pages in (layer.k_pages, layer.v_pages))]
 
 
 def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> None:
     """Results and pages are those of the reference, in whole and cut up at attentions."""
-    x, theirs, before = torch.randn(len(tokens.positions), HIDDEN), copied(layers), torch.get_num_threads()
-    expected = reference(x, None, theirs, tokens, False)
+    x, before = torch.randn(len(tokens.positions), HIDDEN), torch.get_num_threads()
+    single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
+    with InFloat64():
+        exact = results(reference, x.double(), double, tokens)
+    lowp = draws(lambda: results(reference, x, copied(single), tokens), INTEGER_STEP)
     try:
         torch.set_num_threads(threads)
-        found = decode_layers(x, None, layers, tokens, False)
-        assert_same(found, expected)
-        for mine, other in zip(layers, theirs, strict=True):
-            assert_same((mine.k_pages, mine.v_pages), (other.k_pages, other.v_pages))
+        found = results(decode_layers, x, layers, tokens)
+        for ours, *theirs in zip(found, exact, *lowp, strict=True):
+            assert_close_like_lowp(ours, *theirs)
         stream, q, attended, lse = decode_layers(
             x, None, Layers(layers.layers[:1], layers.eps, layers.rotary), tokens, True
         )

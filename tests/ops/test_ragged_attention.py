@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend_rows
+from plain_formulas import SHAPES, assert_close, attend_rows
+from precision import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.ops.causal_attention.reference import causal_attention

@@ -21,7 +21,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
-    from plain_formulas import assert_close_like_lowp
+    from precision import assert_close_like_lowp
 
     from shadowkv.ops.rebuild_rows import triton
 

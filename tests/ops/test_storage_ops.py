@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from plain_formulas import assert_close, assert_close_like_lowp, rope
+from plain_formulas import assert_close, rope
+from precision import assert_close_like_lowp
 
 from shadowkv.kvcache.codecs.latents import DenseLatents
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables

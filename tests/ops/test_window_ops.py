@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from plain_formulas import assert_close, assert_close_like_lowp
+from plain_formulas import assert_close
+from precision import assert_close_like_lowp
 
 from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.causal_window_attention import reference as causal

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -132,11 +132,16 @@ def plain(engine: LocalEngine) -> Iterator[httpx.Client]:
 
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, "temperature": 0}
+RESPONSE = {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False}  # replicas keep none
 REQUESTS = [
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
     ("POST", "/v1/messages", CHAT),
-    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "stream": True}),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "store": False, "stream": True},
+    ),
     ("POST", "/tokenize", {"prompt": "Hi"}),
     ("POST", "/v1/completions", {"prompt": "word " * 2000}),
     ("POST", "/v1/messages", {"messages": 7}),
@@ -150,8 +155,9 @@ REQUESTS = [
 ]
 
 
-def told(answer: httpx.Response) -> tuple[int, list[str], object]:
-    """What an answer says, without its id and its time."""
+def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str, str]]]:
+    """What an answer says, without its id and its time; of a stream without how its text is cut: a busy server adds
+    several tokens at once."""
     names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
     assert len(answer.headers.get_list("x-request-id")) == 1
 
@@ -159,16 +165,30 @@ def told(answer: httpx.Response) -> tuple[int, list[str], object]:
         if isinstance(value, list):
             return [strip(one) for one in value]
         if isinstance(value, dict):
-            own = ("id", "item_id", "created", "created_at", "completed_at")
+            own = ("id", "item_id", "created", "created_at", "completed_at", "sequence_number")
             return {name: strip(one) for name, one in value.items() if name not in own}
         return value
 
-    def line(text: str) -> object:
+    said: list[tuple[object, str, str]] = []
+    for line in answer.text.splitlines():
+        if not line or line.startswith("event: "):  # the data has its type, too
+            continue
+        event, *added = line, "", ""
         with suppress(ValueError):
-            return strip(json.loads(text.removeprefix("data: ")))
-        return text
+            event, *added = apart(strip(json.loads(line.removeprefix("data: "))))
+        if said and any(added) and said[-1][0] == event:
+            before = said.pop()[1:]
+            added = [old + new for old, new in zip(before, added, strict=True)]
+        said.append((event, *added))
+    return answer.status_code, names, said
 
-    return answer.status_code, names, [line(text) for text in answer.text.splitlines()]
+
+def apart(event: Any) -> tuple[object, str, str]:
+    """An event of a stream, the text that it adds, and why the answer ends with it."""
+    if event.get("object") == "chat.completion.chunk":
+        (choice,) = event["choices"]
+        return event, choice["delta"].pop("content", ""), choice.pop("finish_reason") or ""
+    return event, event.pop("delta", ""), ""
 
 
 @pytest.mark.slow

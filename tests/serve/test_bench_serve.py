@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from shadowkv import __version__
 from shadowkv.bench.__main__ import main
 from shadowkv.bench.serving_stats import Record, decode_only, figures
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.outputs import TextOutput
+from shadowkv.engine.request import Request
 from shadowkv.serve.app import build_app
 from tests.local_engine import LocalEngine
 
@@ -119,15 +121,17 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
     engine, generate = FakeEngine(), FakeEngine.generate
     hanging = 0
 
-    async def hang(self: FakeEngine, request: object) -> AsyncIterator[object]:
+    async def hang(
+        self: FakeEngine, requests: Sequence[Request], timeout: float | None = None
+    ) -> AsyncIterator[tuple[int, TextOutput]]:
         """Two whole answers; the third one stops half-way, and the last does not begin."""
         nonlocal hanging
         hanging += 1
         number = hanging
         if number > 3:
             await asyncio.Event().wait()
-        async for output in generate(self, request):
-            yield output
+        async for index, output in generate(self, requests, timeout):
+            yield index, output
             if number == 3 and output.completion_tokens == 5:
                 threading.Timer(8, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await asyncio.Event().wait()
