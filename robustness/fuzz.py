@@ -29,8 +29,8 @@ import httpx
 import psutil
 import torch
 
-from robustness.judge import Judge
-from robustness.judge_rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
+from robustness.judging.judge import Judge
+from robustness.judging.rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from robustness.live_server import resident_bytes
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig

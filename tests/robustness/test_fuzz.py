@@ -13,7 +13,7 @@ import pytest
 
 from robustness import fuzz
 from robustness.fuzz import CALL, CALL_ITEM, TOOL, TYPICAL, Cases, Fuzz
-from robustness.judge import Judge
+from robustness.judging.judge import Judge
 
 ROOT = str(Path(fuzz.__file__).parents[1])
 JUDGE = Judge("tiny", limit=128, vocab=256)

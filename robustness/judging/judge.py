@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from robustness.judge_rules import GUIDED, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+from robustness.judging.rules import GUIDED, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
