@@ -32,7 +32,8 @@ DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
 SCHEDULING_POLICIES = ("fair", "fcfs", "priority")
 SPARE_SEQS = 1
-"""Sequences that may run beyond ``max_num_seqs``: the only one of a tenant for whom nothing else is computed."""
+"""Sequences that may run beyond ``max_num_seqs``, in the place of a cached one: the only one of a tenant for whom
+nothing else is computed."""
 QUANTIZATION_HELP = (
     "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; none: weights in --dtype, whatever files "
     "have; others: of random weights (--load-format dummy), and of shapes in plans (default: the files' own)"

@@ -231,6 +231,18 @@ def test_a_process_that_does_not_start_is_no_grammars_fault() -> None:
     pool.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_pool_leaves_nobody_waiting() -> None:
+    def fail() -> Vocabulary:
+        raise SystemError("boom")
+
+    pool = GrammarPool(fail)
+    for _ in range(2):
+        with pytest.raises(SchemaTimeout, match="was not compiled"):
+            pool.compile(Grammar("{}", False), "small", "").result(SECONDS)
+    pool.close()
+
+
 @pytest.mark.parametrize(
     ("schema", "effort"),
     [

@@ -88,6 +88,7 @@ class FakeEngine:
     max_model_len = 200
     max_queued_seqs = 200
     max_num_seqs = 4
+    scheduling_policy = "fair"
     kv = "fake"
     role = "both"
 

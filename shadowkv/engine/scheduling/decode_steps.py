@@ -38,7 +38,7 @@ class DecodeSteps:
         self.seconds = 0.0
         self._ahead: _Step | None = None
         self._behind: _Step | None = None
-        self.held = HeldRows(runner.sampler, scheduler)
+        self.held = HeldRows(runner, scheduler)
 
     @property
     def idle(self) -> bool:

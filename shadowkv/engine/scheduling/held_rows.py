@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, cat
 
-from shadowkv.engine.execution.sampler import Sampler
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenLogprobs, TokenSelections
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 
@@ -40,8 +40,8 @@ class _Held:
 class HeldRows:
     """Chooses tokens that the host helps choose, of the rows that are ready, and holds the others until they are."""
 
-    def __init__(self, sampler: Sampler, scheduler: Scheduler) -> None:
-        self._sampler, self._scheduler = sampler, scheduler
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
         self._held: list[_Held] = []
 
     def __contains__(self, running: Running) -> bool:
@@ -60,7 +60,7 @@ class HeldRows:
         kept = [rows[row] for row in ready]
         if len(kept) < len(rows):
             logits = logits[ready]
-        chosen = self._sampler.sample(logits, [running.request for running in kept]) if kept else ([], [], [])
+        chosen = self._runner.sampler.sample(logits, [running.request for running in kept]) if kept else ([], [], [])
         return kept, chosen, {number: selected[row] for number, row in enumerate(ready) if row in selected}
 
     def release(self, wait: bool) -> ChosenRows:
@@ -76,7 +76,7 @@ class HeldRows:
         logits = ready[0].logits if len(ready) == 1 else cat([held.logits for held in ready])
         rows = [held.running for held in ready]
         selected = {row: held.selections for row, held in enumerate(ready)}
-        return rows, self._sampler.sample(logits, [row.request for row in rows]), selected
+        return rows, self._runner.sampler.sample(logits, [row.request for row in rows]), selected
 
 
 def joined(first: ChosenRows, second: ChosenRows) -> ChosenRows:

@@ -121,7 +121,8 @@ class Scheduler:
 
     Args:
         cache: whose sequences are scheduled.
-        max_num_seqs: most requests that run at once; one more does where that is its tenant's only one.
+        max_num_seqs: most requests that run at once; one more does where that is its tenant's only one, in the place of
+            a cached sequence.
         max_num_batched_tokens: tokens computed together, of prompts and of sequences that decode; a longer prompt goes
             alone, and so does one of more than a block.
     """
@@ -144,7 +145,10 @@ class Scheduler:
 
     @property
     def _spare(self) -> Blocks:
-        """Memory that requests of tenants that have others leave to those that have none."""
+        """Memory that requests of tenants that have others leave to those that have none; nothing without a place for
+        such a request."""
+        if self.cache.total["sequences"] <= self.max_num_seqs:
+            return Blocks()
         tokens = min(SPARE_TOKENS, self.cache.max_model_len)
         need = self.cache.demand(tokens, tokens)
         return Blocks({tier: need[tier] for tier in self.cache.layout.paged})

@@ -6,7 +6,7 @@ comes anew, or again, begins with as much as the one with the least, so that nob
 for whom nothing is computed comes first.
 
 Of one tenant's requests the shortest prompt is first, with ageing: a request ranks as if it had come later than it did
-by a multiple of what its prompt takes.
+by a multiple of what its prompt takes. Those without a tenant, which no server has taken, keep their order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WaitingQueue:
     def add(self, request: Request, prompt_seconds: float) -> None:
         """Takes one whose prompt takes about so long."""
         self._come(request.tenant)
-        self._ranks[request] = request.times.arrival + PATIENCE * prompt_seconds
+        self._ranks[request] = request.times.arrival + (PATIENCE * prompt_seconds if request.tenant else 0.0)
         self._waiting[request.tenant] += 1
         self._order = None
 

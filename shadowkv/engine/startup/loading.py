@@ -75,7 +75,7 @@ def load_engine_parts(
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
         below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
-    slots = config.max_num_seqs + max(config.max_cached_seqs, SPARE_SEQS)
+    slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
     layout = layout.resized(max_model_len)

@@ -248,18 +248,24 @@ class GrammarPool:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        timeout: float | None = None
-        while not self._closed:
-            for key, _ in self._selector.select(timeout):
-                key.data()
-            while not self._commands.empty():
-                self._commands.get()()
-            self._start_some()
-            timeout = self._share_out(time.monotonic())
+        try:
+            timeout: float | None = None
+            while not self._closed:
+                for key, _ in self._selector.select(timeout):
+                    key.data()
+                self._obey()
+                self._start_some()
+                timeout = self._share_out(time.monotonic())
+        finally:
+            with self._lock:
+                self._closed = True
+            self._obey()
+            self._end_forker()
+            self._refuse_all(SHUT_DOWN)
+
+    def _obey(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
-        self._end_forker()
-        self._refuse_all(SHUT_DOWN)
 
     def _compile(self, grammar: Grammar, effort: Effort, tenant: str, compiled: Future[None]) -> None:
         if reason := self._known(grammar, tenant):
@@ -472,7 +478,8 @@ class GrammarPool:
 
     def _end_forker(self) -> None:
         if self._forker.connection is not None:
-            self._selector.unregister(self._forker.connection)
+            with suppress(KeyError):  # it has not been registered
+                self._selector.unregister(self._forker.connection)
         self._forker.end()
         self._by_pid.clear()
 
