@@ -78,6 +78,16 @@ def seed(request: pytest.FixtureRequest, drawn: int) -> int:
 
 
 @pytest.fixture(autouse=True)
+def signals_are_put_back() -> Iterator[None]:
+    """Commands that a test runs in its own process leave handlers of theirs."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def disks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than any takes that works, and though so small a model computes faster than it restores: what is found
     cached does not depend on the machine. A test that is about the waiting sets its own."""

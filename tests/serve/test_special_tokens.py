@@ -29,7 +29,7 @@ def engine() -> FakeEngine:
     engine.tokenizer = Tokenizer(backend, special_tokens={}, chat_template=CHATML)
     engine.asked = []
     request = engine.request
-    engine.request = lambda tokens, params: engine.asked.append(tokens) or request(tokens, params)
+    engine.request = lambda tokens, *rest: engine.asked.append(tokens) or request(tokens, *rest)
     return engine
 
 

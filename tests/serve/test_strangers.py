@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,34 +183,6 @@ def test_a_save_belongs_to_its_key(serve: Serve) -> None:
 
 
 # -- long bodies -------------------------------------------------------------------------------------------------------
-
-
-def test_long_bodies_of_one_key_leave_a_process_to_another(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = build_app(engine, "fake", ServerSettings(api_key=("one", "two")))
-    apart, begun, over = app.state.bodies._apart, threading.Event(), threading.Event()
-
-    def held(raw: bytes, work: Callable[[bytes], Any]) -> Any:
-        if b"held" in raw:
-            begun.set()
-            assert over.wait(60)
-        return apart(raw, work)
-
-    monkeypatch.setattr(app.state.bodies, "_apart", held)
-    with http_server(app) as url:
-
-        def send(prompt: str, key: str) -> int:
-            body = {"prompt": prompt, "max_tokens": 1, "user": "b" * 300_000}
-            return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), timeout=30).status_code
-
-        with ThreadPoolExecutor(4) as others:
-            sent = [others.submit(send, "held", "one") for _ in range(4)]
-            assert begun.wait(30)
-            time.sleep(0.3)  # the others have come, too
-            try:
-                assert send("short", "two") == 200
-            finally:
-                over.set()
-            assert [one.result() for one in sent] == [200] * 4
 
 
 @pytest.mark.parametrize(
