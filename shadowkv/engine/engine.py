@@ -365,19 +365,11 @@ class Engine:
         self.scheduler.computed(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
-        outputs, rows = [], []
-        for row, running in enumerate(done):
-            if running.request.request_id in self._aborted:
-                continue
-            try:
-                running.prompt_logprobs = self._score(running.request, hidden[row]) if hidden else None
-                rows.append(row)
-            except Exception as error:  # the others continue
-                outputs.append(self._fail(running, _explain(error)))
+        rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]
         self._end_aborted(prefill)
-        return outputs + self._take_tokens(
-            *self.decode_steps.held.choose([done[row] for row in rows], logits[rows], {})
-        )
+        for row in rows:
+            done[row].prompt_hidden = hidden[row] if hidden else None
+        return self._take_tokens(*self.decode_steps.held.choose([done[row] for row in rows], logits[rows], {}))
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
@@ -421,8 +413,10 @@ class Engine:
                 outputs.append(self._fail(running, "the model's logits are not finite (NaN or infinity)"))
                 continue
             try:
+                hidden, running.prompt_hidden = running.prompt_hidden, None
+                scores = None if hidden is None else self._score(running.request, hidden)
                 output = self._take_token(running, tokens[row], logprobs[row])
-                output.prompt_logprobs, running.prompt_logprobs = running.prompt_logprobs, None
+                output.prompt_logprobs = scores
                 if running.request.params.return_selections:
                     output.selections = [selected.get(row)] * len(output.token_ids)
                 if running.request.params.return_progress and len(running.request.output_token_ids) <= 1:

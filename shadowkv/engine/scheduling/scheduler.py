@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.waiting_queue import WaitingQueue
@@ -49,8 +49,8 @@ class Running:
     sequence: CachedSequence
     rules_were_late: bool = False
     """Whether its newest token had to wait for its grammar."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Scores of its prompt, if requested, until its first token is there."""
+    prompt_hidden: Tensor | None = None
+    """What its prompt is scored from, if that is requested, until its first token is chosen."""
 
     def __post_init__(self) -> None:
         self.sequence.seed = self.request.seed

@@ -18,7 +18,6 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -70,16 +69,12 @@ def main(descriptor: int) -> int:
             if engine in ready:
                 asked = recv_handle(engine)
                 if (pid := os.fork()) == 0:
-                    try:
-                        signal.set_wakeup_fd(-1)
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        for other in (engine, ended, wakes, selector):
-                            other.close()
-                        _serve(Connection(asked), info, allowed)
-                    except BaseException:  # nothing of it may go on as the process that it was forked from
-                        traceback.print_exc()
-                    finally:
-                        os._exit(1)
+                    children.clear()  # they are not its own to end
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (engine, ended, wakes, selector):
+                        other.close()
+                    _serve(Connection(asked), info, allowed)
                 os.close(asked)
                 children.add(pid)
                 engine.send(pid)
