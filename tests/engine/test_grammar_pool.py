@@ -22,7 +22,7 @@ from shadowkv.engine.structured import grammar_pool
 from shadowkv.engine.structured.grammar import GrammarConstraint, Grammars
 from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
 from shadowkv.engine.structured.json_schema import check_schema
-from shadowkv.engine.structured.turns import Turns, next_to_start
+from shadowkv.engine.structured.turns import Turns
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from tests.grammar_answers import SECONDS, accepts, begun
 
@@ -291,17 +291,6 @@ def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyP
 @dataclass(eq=False)
 class Job:
     pays: str
-
-
-def test_the_tenant_with_the_fewest_at_work_is_next_and_leaves_the_last_place_to_others() -> None:
-    first, second, other = Job("a"), Job("a"), Job("b")
-    assert next_to_start([first, second, other], [], 3) is first
-    assert next_to_start([second, other], [first], 3) is other
-    assert next_to_start([second], [first], 3) is second
-    assert next_to_start([Job("a")], [first, second], 3) is None
-    assert next_to_start([Job("a"), other], [first, second], 3) is other
-    assert next_to_start([second], [], 1) is second
-    assert next_to_start([other], [first], 1) is None
 
 
 def test_tenants_and_their_own_get_equal_shares_of_turns() -> None:

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,8 +28,9 @@ from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.forker import Forker
 from shadowkv.engine.structured.grammar_messages import COMPILED, OUT_OF_MEMORY, REFUSED, Close, Compile, Match
 from shadowkv.engine.structured.json_schema import Effort, not_compiled, refusal, too_costly
-from shadowkv.engine.structured.turns import Turns, next_to_start
+from shadowkv.engine.structured.turns import Turns
 from shadowkv.engine.structured.vocabulary import Vocabulary
+from shadowkv.engine.tenant_queue import TenantQueue
 from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
@@ -45,7 +46,7 @@ MEMORY_BYTES = 2**30
 """That a process may have beyond the vocabulary."""
 
 COMPILING: dict[Effort, int] = {"small": 3, "medium": 3, "large": 2}
-"""Compilations at a time. A tenant that has one leaves the last free place of a kind to others."""
+"""Compilations at a time."""
 
 QUICK_SECONDS = 0.05
 """Work of a process that takes longer is slow: its priority is lowered by ``NICENESS``, and it takes turns."""
@@ -178,7 +179,7 @@ class GrammarPool:
         self._forker: Forker[_Process] = Forker(vocabulary, module)
         self._by_pid: dict[int, _Process] = {}
         self._grammars: OrderedDict[Grammar, _Process] = OrderedDict()
-        self._queued: dict[Effort, list[_Process]] = {effort: [] for effort in COMPILING}
+        self._queued = {effort: TenantQueue[_Process](places) for effort, places in COMPILING.items()}
         self._too_costly: OrderedDict[tuple[str | None, bytes], str] = OrderedDict()
         self._busy: set[_Process] = set()
         self._turns, self._slow, self._turn_ends = Turns(SLOW_AT_ONCE), set[_Process](), 0.0
@@ -216,14 +217,12 @@ class GrammarPool:
     def close(self) -> None:
         """Ends the processes; what is waited for is refused."""
         with self._lock:
-            closed, self._closed = self._closed, True
-        if closed:
-            return
-        if self._thread is not None:
-            self._wakes.send(b"!")
-            self._thread.join()
-            for end in (self._woken, self._wakes, self._selector):
-                end.close()
+            if self._closed or self._thread is None:
+                self._closed = True
+                return
+            self._closed = True
+            self._wake()
+        self._thread.join()
 
     def _do(self, command: Callable[[], None]) -> bool:
         """Has the thread do something, unless the pool is closed."""
@@ -233,9 +232,12 @@ class GrammarPool:
             self._commands.put(command)
             if self._thread is None:
                 self._start()
-            with suppress(BlockingIOError):  # it has not read what woke it before
-                self._wakes.send(b"!")
+            self._wake()
         return True
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # it has not read what woke it before
+            self._wakes.send(b"!")
 
     def _start(self) -> None:
         self._woken, self._wakes = socket.socketpair()
@@ -262,6 +264,8 @@ class GrammarPool:
             self._obey()
             self._end_forker()
             self._refuse_all(SHUT_DOWN)
+            for end in (self._woken, self._wakes, self._selector):
+                end.close()
 
     def _obey(self) -> None:
         while not self._commands.empty():
@@ -282,7 +286,7 @@ class GrammarPool:
         process = self._grammars.pop(grammar, None)
         if process is None:
             process = _Process(grammar, effort, tenant)
-            self._queued[effort].append(process)
+            self._queued[effort].append(tenant, process)
         self._grammars[grammar] = process
         return process
 
@@ -341,9 +345,9 @@ class GrammarPool:
             return
         for effort, queued in self._queued.items():
             compiling = [p for p in self._grammars.values() if p.effort == effort and p.connection and not p.compiled]
-            while (process := next_to_start(queued, compiling, COMPILING[effort])) is not None:
-                queued.remove(process)
-                compiling.append(process)
+            in_use = Counter(process.tenant for process in compiling)
+            while (process := queued.pop(in_use)) is not None:
+                in_use[process.tenant] += 1
                 self._fork(process)
 
     def _fork(self, process: _Process) -> None:
@@ -411,8 +415,7 @@ class GrammarPool:
 
     def _forget(self, process: _Process) -> None:
         self._grammars.pop(process.grammar, None)
-        if process in self._queued[process.effort]:
-            self._queued[process.effort].remove(process)
+        self._queued[process.effort].remove(process.tenant, process)
 
     def _give_up(self, process: _Process, error: RequestError) -> None:
         """Tells everybody that there will be no such grammar."""

@@ -1,4 +1,4 @@
-"""Who is next where tenants share something: by turns of those that have had least of it."""
+"""Time shared by tenants' work that runs for long: by turns of those that have had least of it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ class Payer(Protocol):
 
 
 P = TypeVar("P", bound=Payer)
-
-
-def next_to_start(queued: Sequence[P], at_work: Iterable[Payer], places: int) -> P | None:
-    """Which of those that are queued takes a free place: the first of the tenant with the fewest at work. A tenant that
-    has some leaves the last of several places to others."""
-    by_tenant = Counter(payer.pays for payer in at_work)
-    free = places - by_tenant.total()
-    may = [payer for payer in queued if not by_tenant[payer.pays] or free > 1 or places == 1]
-    return min(may, key=lambda payer: by_tenant[payer.pays]) if free > 0 and may else None
 
 
 class Turns:
