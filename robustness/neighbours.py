@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
-    parser.add_argument("--samples", type=int, default=40, help="questions, alone and beside (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=200, help="questions, alone and beside (default: %(default)s)")
     text = "of the flood (default: %(default)s)"
     parser.add_argument("--prompt-tokens", type=int, default=1190, metavar="TOKENS", help=text)
     text = "of a prompt that is a block: 2,048 on a CPU, 8,192 on a GPU (default: %(default)s)"

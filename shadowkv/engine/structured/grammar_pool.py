@@ -48,13 +48,15 @@ MEMORY_BYTES = 2**30
 COMPILING: dict[Effort, int] = {"small": 3, "medium": 3, "large": 2}
 """Compilations at a time."""
 
-QUICK_SECONDS = 0.05
+QUICK_SECONDS = 0.01
 """Work of a process that takes longer is slow: its priority is lowered by ``NICENESS``, and it takes turns."""
 
 SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
 """Processes with slow work that run at a time, and how long each one's turn is while others wait for theirs."""
 
 NICENESS = 10
+"""By how much the priority of slow work is lowered, and of all compilations: a thread of eight that the engine computes
+with waits for seven others where it has half of a core."""
 
 KEPT_BYTES = 2**28
 """Memory of the processes that are kept although nobody uses their grammars."""
@@ -358,7 +360,7 @@ class GrammarPool:
         self._works(process)
         self._selector.register(process.connection, selectors.EVENT_READ, partial(self._hear, process))
         seconds = COMPILE_SECONDS[process.effort]
-        self._send(process, Compile(*process.grammar, seconds, MATCH_SECONDS, MEMORY_BYTES))
+        self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
     def _send(self, process: _Process, message: Compile | Match | Close) -> None:
         assert process.connection is not None
@@ -435,7 +437,8 @@ class GrammarPool:
         slow = {process for process in self._busy if process.pid and now - process.began >= QUICK_SECONDS}
         due = [max(0.0, process.began + QUICK_SECONDS - now) for process in self._busy - slow if process.pid]
         for process in slow - self._slow:
-            process.lower_priority(NICENESS)
+            if process.compiled:
+                process.lower_priority(NICENESS)
         if slow != self._slow or now >= self._turn_ends:
             self._slow, self._turn_ends = slow, now + TURN_SECONDS
             chosen = self._turns.change(sorted(slow, key=lambda process: process.began), now)

@@ -18,7 +18,9 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -100,9 +102,9 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
     try:
         asked: Compile = engine.recv()
         _limit_memory(asked.memory)
-        with _processor_time(asked.seconds):
+        with _processor_time(asked.seconds), _low_priority(asked.niceness) as thread:
             try:
-                grammar = compile_schema(info, asked.rules, asked.one_line)
+                grammar = thread.submit(compile_schema, info, asked.rules, asked.one_line).result()
             except ValueError as error:
                 engine.send_bytes(REFUSED + str(error).encode())
                 os._exit(0)
@@ -158,6 +160,18 @@ def _processor_time(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@contextmanager
+def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
+    """A thread whose priority is lower than this process's, to which not everybody may return."""
+
+    def lower() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + by)
+
+    with ThreadPoolExecutor(1, initializer=lower) as thread:
+        yield thread
 
 
 def _limit_memory(more: int) -> None:
