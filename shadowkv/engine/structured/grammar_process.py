@@ -69,8 +69,9 @@ def main(descriptor: int) -> int:
                     children.discard(pid)
                     engine.send((pid, os.waitstatus_to_exitcode(status)))
             if engine in ready:
-                asked = recv_handle(engine)
+                asked, forker = recv_handle(engine), os.getpid()
                 if (pid := os.fork()) == 0:
+                    _end_with(forker)
                     children.clear()  # they are not its own to end
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -87,6 +88,14 @@ def main(descriptor: int) -> int:
             os.kill(pid, signal.SIGKILL)
 
 
+def _end_with(forker: int) -> None:
+    """Has this process end with the one that it was forked from, which may have ended by now."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != forker:
+        os._exit(0)
+
+
 def _reap() -> list[tuple[int, int]]:
     found = []
     with suppress(ChildProcessError):
@@ -97,8 +106,6 @@ def _reap() -> list[tuple[int, int]]:
 
 def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> NoReturn:
     """Compiles one grammar and matches answers with it, in a process of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         asked: Compile = engine.recv()
         _limit_memory(asked.memory)
