@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -135,9 +134,7 @@ def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
         "b",
         "--disable-uvicorn-access-log",
     ]
-    with subprocess.Popen(
-        [*command, "--api-key=b", *flags], stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
-    ) as process:
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
             ready = next((line for line in process.stdout if line.startswith("ready: ")), None)

@@ -25,7 +25,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.request import Request, RequestError
+from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
@@ -435,7 +435,8 @@ class Engine:
         request.output_token_ids.append(token)
         constraint, reason = request.constraint, None
         if constraint is not None and constraint.failure is not None:
-            return self._fail(running, constraint.failure, "timeout")
+            too_much = isinstance(constraint.failure, SchemaTimeout)
+            return self._fail(running, str(constraint.failure), "timeout" if too_much else None)
         if constraint is not None and not constraint.accept(token):
             return self._fail(running, NOTHING_FOLLOWS, "nothing_follows")
         ends = token in request.stop_ids

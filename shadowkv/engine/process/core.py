@@ -34,7 +34,7 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""How many tenants' requests may wait, where each has as many as it may."""
+"""How many tenants' requests may wait, where each has as many as it may; and as many more of tenants with none."""
 
 LINGER_MS = 1000
 """How long the last messages may take to leave."""
@@ -194,7 +194,7 @@ class EngineCore:
     def _take_request(self, client: bytes, add: messages.Add) -> None:
         waiting = len(self._in_flight) - self.engine.num_running
         own = [*self._in_flight.values()].count(add.tenant) - self.engine.num_running_of(add.tenant)
-        if own >= self._limit or waiting >= TENANTS * self._limit:
+        if own >= self._limit or waiting >= (TENANTS if own else 2 * TENANTS) * self._limit:
             text = f"no more than {counted(self._limit, 'request')} may wait (--max-queued-seqs)"
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return

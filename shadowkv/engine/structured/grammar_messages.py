@@ -34,14 +34,13 @@ class Compile:
 
 @dataclass(frozen=True)
 class Match:
-    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new."""
+    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new.
 
-    answer: int
+    Attributes:
+        answer: its number; None if only ended ones are told.
+        ended: numbers of answers that have ended.
+    """
+
+    answer: int | None
     tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Close:
-    """Says that an answer has ended."""
-
-    answer: int
+    ended: list[int]

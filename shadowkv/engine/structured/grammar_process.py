@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Close, Compile, Match
+from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Compile, Match
 from shadowkv.engine.structured.grammar_text import grammar_kind
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema
 
@@ -84,6 +84,7 @@ def main(descriptor: int) -> int:
     except (OSError, EOFError):
         return 0
     finally:
+        signal.set_wakeup_fd(-1)
         for pid in children:
             os.kill(pid, signal.SIGKILL)
 
@@ -118,12 +119,10 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
         engine.send_bytes(COMPILED + b"%d" % grammar.memory_size_bytes)
         matchers = _Matchers(grammar, None if grammar_kind(asked.rules) else allowed)
         while True:
-            message: Match | Close = engine.recv()
-            if isinstance(message, Close):
-                matchers.close(message)
-                continue
+            message: Match = engine.recv()
+            matchers.forget(message.ended)
             with _processor_time(asked.match_seconds):
-                mask = matchers.mask(message)
+                mask = b"" if message.answer is None else matchers.mask(message.answer, message.tokens)
             engine.send_bytes(MASK + mask)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -146,19 +145,20 @@ class _Matchers:
         self._bits = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
         self._allowed = None if allowed is None else np.frombuffer(allowed, np.int32)
 
-    def mask(self, asked: Match) -> bytes:
+    def mask(self, answer: int, tokens: list[int]) -> bytes:
         """Bits of the tokens that may come next; none where an answer is at its end, or has left the grammar."""
-        if (matcher := self._matchers.get(asked.answer)) is None:
-            matcher = self._matchers[asked.answer] = self._new()
-        if not all(map(matcher.accept_token, asked.tokens)) or matcher.is_terminated():
+        if (matcher := self._matchers.get(answer)) is None:
+            matcher = self._matchers[answer] = self._new()
+        if not all(map(matcher.accept_token, tokens)) or matcher.is_terminated():
             return bytes(self._bits.nbytes)
         matcher.fill_next_token_bitmask(self._bits, 0)
         bits = self._bits.numpy()[0]
         return (bits if self._allowed is None else bits & self._allowed).tobytes()
 
-    def close(self, asked: Close) -> None:
-        """Forgets an answer."""
-        self._matchers.pop(asked.answer, None)
+    def forget(self, answers: list[int]) -> None:
+        """Forgets answers that have ended; some may never have come."""
+        for answer in answers:
+            self._matchers.pop(answer, None)
 
 
 @contextmanager
