@@ -7,7 +7,8 @@ percentile of each. Steps beside prompts are as long as a gap between tokens may
 
 ``grammars``: twelve requests at once whose grammars compile quickly and take seconds a token, again and again, and
 chats of four tokens of another key. These may take 1.2 times as long as without, and the server ends within 12 seconds
-of SIGTERM meanwhile.
+of SIGTERM meanwhile. How long they take beside two processes that only count, at the lowest priority, is shown as well:
+where cores are few, no work on grammars could cost less.
 
     python -m robustness.neighbours --out benchmarks/results/cpu/neighbours.json
     python -m robustness.neighbours --block-tokens 8192 -- --model llama-3.1-8b --load-format dummy
@@ -41,6 +42,7 @@ PROMPTS, ANSWER_TOKENS = 200, 64
 QUESTION_TOKENS = 12
 GRAMMARS = 12
 MOST_RATIO, MOST_TO_END = 1.2, 12.0
+COUNT = "import os\nos.nice(19)\nwhile True: pass"
 VOCABULARY = 250
 """Token ids of prompts: any model has these."""
 
@@ -145,6 +147,20 @@ def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+@contextmanager
+def counting() -> Iterator[None]:
+    """Beside two processes that only count, as many as work on slow grammars at a time."""
+    with (
+        subprocess.Popen([sys.executable, "-c", COUNT]) as first,
+        subprocess.Popen([sys.executable, "-c", COUNT]) as second,
+    ):
+        try:
+            yield
+        finally:
+            first.kill()
+            second.kill()
+
+
 def flood(args: argparse.Namespace) -> dict[str, Any]:
     """A question of key b alone, and beside the flood of key a."""
     with ThreadPoolExecutor(PROMPTS) as threads, server(args.server) as (_, url):
@@ -186,6 +202,8 @@ def grammars(args: argparse.Namespace) -> dict[str, Any]:
         a.complete(prompt="a", max_tokens=4, structured_outputs={"regex": "[a-c]+"})
         b.chat()
         alone = [b.chat() for _ in range(args.samples)]
+        with counting():
+            beside_counting = [b.chat() for _ in range(args.samples)]
         stop, ended, numbers = threading.Event(), Counter[str](), count()
 
         def ask() -> None:
@@ -207,6 +225,7 @@ def grammars(args: argparse.Namespace) -> dict[str, Any]:
     ratio = percentiles(beside)["p99_ms"] / percentiles(alone)["p99_ms"]
     return {
         "alone": percentiles(alone),
+        "beside_counting": percentiles(beside_counting),
         "beside": percentiles(beside),
         "ratio_of_p99": round(ratio, 2),
         "answers_of_the_attack": answers,

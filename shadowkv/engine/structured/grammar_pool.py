@@ -54,9 +54,9 @@ QUICK_SECONDS = 0.01
 SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
 """Processes with slow work that run at a time, and how long each one's turn is while others wait for theirs."""
 
-NICENESS = 10
-"""By how much the priority of slow work is lowered, and of all compilations: a thread of eight that the engine computes
-with waits for seven others where it has half of a core."""
+NICENESS = 19
+"""By how much the priority of slow work and of compilations is lowered: as far as it goes. Where the engine computes
+with as many threads as there are cores, a step waits for the one whose core is shared."""
 
 KEPT_BYTES = 2**28
 """Memory of the processes that are kept although nobody uses their grammars."""
