@@ -265,8 +265,14 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[TokenOutput]:
-        """One round of prefill and of decode steps; returns what it added to each request."""
+    @property
+    def waits_for_rules(self) -> bool:
+        """Whether a step could only choose tokens of sequences whose grammars are not ready yet."""
+        return bool(self.scheduler.running) and self.decode_steps.idle and not self.prefill_queue.at_work
+
+    def step(self, wait: bool = True) -> list[TokenOutput]:
+        """One round of prefill and of decode steps; returns what it added to each request. Where all wait for their
+        grammars it does so too for a moment, unless the caller does."""
         outputs: list[TokenOutput] = []
         with current(self.device):
             if (joining := self._start_prefill()) is not None:
@@ -274,7 +280,7 @@ class Engine:
             elif self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
-                outputs += self._decode(wait=not outputs and not self.prefill_queue.at_work)
+                outputs += self._decode(wait and not outputs and not self.prefill_queue.at_work)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
             self._ranks.check()
