@@ -24,9 +24,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 - {{ printf "--model=%s" .Values.model | quote }}
 {{- range $name, $value := .Values.flags }}
 {{- if kindIs "bool" $value }}
-{{- if $value }}
 - --{{ $name }}
-{{- end }}
 {{- else if kindIs "slice" $value }}
 - --{{ $name }}
 {{- range $value }}
