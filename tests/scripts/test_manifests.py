@@ -76,6 +76,18 @@ def test_server(name: str) -> None:
     assert template["spec"]["terminationGracePeriodSeconds"] > settings.shutdown_timeout + pause
 
 
+def test_commented_flag() -> None:
+    """Two GPUs, as the comment says."""
+    [flag, *without] = re.findall(
+        r"--[a-z-]+(?:=\S+)?", RENDERED.read_text().partition("# For two GPUs: ")[2].partition(".\n")[0]
+    )
+    [container] = of_kind("kubernetes.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
+    args = [one for one in container["args"] if one.partition("=")[0] not in without]
+    assert len(args) == len(container["args"]) - len(without)
+    config = EngineConfig.from_args(shadowkv.serve.__main__.parse([*args, flag]))
+    assert config.tensor_parallel_size == 2
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_volumes_and_users(name: str) -> None:
     claims = {one["metadata"]["name"] for one in objects(name) if one["kind"] == "PersistentVolumeClaim"}
