@@ -87,6 +87,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    fingerprint = "01234567"
     max_num_seqs = 4
     scheduling_policy = "fair"
     kv = "fake"
@@ -241,6 +242,7 @@ class FakeEngine:
                     times=times,
                     prompt_logprobs=scores if count == 1 else None,
                     stop_string=self.stop_string if finish == "stop" else None,
+                    stop_reason=self.stop_string if finish == "stop" else None,
                     selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
                     prefilled=len(prompt_token_ids) if params.return_progress and count == 1 else None,
                 )
