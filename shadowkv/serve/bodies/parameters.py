@@ -35,6 +35,7 @@ UNSUPPORTED = frozenset(
     + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
     + ("typical_p", "vllm_xargs", "xtc_probability")
     + ("logprob_token_ids", "repetition_detection", "request_id", "truncation_side")
+    + ("guided_whitespace_pattern", "whitespace_pattern")
 )
 """Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
 
@@ -83,10 +84,12 @@ RANGES: dict[str, dict[str, float]] = {
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "logprobs": {"minimum": 0, "maximum": 20},
-    "top_logprobs": {"minimum": 0, "maximum": 20},
+    "logprobs": {"minimum": -1},
+    "top_logprobs": {"minimum": -1},
+    "prompt_logprobs": {"minimum": -1},
 }
-"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
+"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once. How many
+log-probabilities there may be is up to the engine (``--max-logprobs``)."""
 
 logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
 
