@@ -263,6 +263,7 @@ def test_continuous_usage(post):
         usages = [chunk["usage"] for chunk in events(post(endpoint, n=2, **options))]
         counts = [usage["completion_tokens"] for usage in usages]
         assert counts[-1] == 2 * len(REPLY) and max(counts[:-1]) == len(REPLY) and 1 in counts
+        assert counts.count(0) == (2 if endpoint == "chat" else 0)  # the chunks of the roles
         assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
     alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     assert not any("usage" in chunk for chunk in events(post("chat", **alone)))

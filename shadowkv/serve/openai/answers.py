@@ -227,3 +227,4 @@ class TokenizerInfo(BaseModel):
 
     eos_token: str | None
     vocab_size: int
+    tokenizer_class: str

@@ -38,7 +38,7 @@ class Choices(Endpoint):
 
     @abstractmethod
     def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a choice, in a stream: one or more chunks."""
+        """A piece of a choice, in a stream: its chunk, before which others may come that have nothing of it."""
 
     def about(self, job: Job) -> dict[str, Any]:
         """What a whole answer says beside its choices, and the first chunk of a stream."""
@@ -66,8 +66,10 @@ class Choices(Endpoint):
         head = job.head(self.chunk_kind)
         first: dict[str, Any] = self.about(job)
 
-        def usage(index: int) -> dict[str, Any]:
-            return {"usage": job.usage_of(index) if continuous else None} if with_usage else {}
+        def usage(index: int, has_begun: bool = True) -> dict[str, Any]:
+            if not with_usage:
+                return {}
+            return {"usage": job.usage_of(index, has_begun) if continuous else None}
 
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
@@ -76,11 +78,14 @@ class Choices(Endpoint):
                     yield {**head, **usage(piece.index), "choices": choices, "prompt_progress": progress}
                     continue
                 slow = piece.first and job.echo
-                for choice in await asyncio.to_thread(self.delta, job, piece) if slow else self.delta(job, piece):
-                    is_last = choice["finish_reason"] is not None and not with_usage
-                    last = {"system_fingerprint": fingerprint(job)} if is_last else {}
-                    yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
+                *begin, choice = await asyncio.to_thread(self.delta, job, piece) if slow else self.delta(job, piece)
+                for empty in begin:
+                    yield {**head, **usage(piece.index, has_begun=False), **first, "choices": [empty]}
                     first = {}
+                is_last = piece.finish_reason is not None and not with_usage
+                last = {"system_fingerprint": fingerprint(job)} if is_last else {}
+                yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
+                first = {}
         if with_usage:
             yield {**head, "choices": [], "usage": job.usage(), "system_fingerprint": fingerprint(job)}
 

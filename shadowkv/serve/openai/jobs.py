@@ -187,10 +187,10 @@ class Job:
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         return _usage(prompts, self.last_outputs.values())
 
-    def usage_of(self, index: int) -> dict[str, Any]:
-        """Token counts so far of one choice and its prompt."""
+    def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
+        """Token counts so far of one choice and its prompt, or where it has not ``has_begun`` of the prompt alone."""
         outputs = [self.last_outputs[index]] if index in self.last_outputs else []
-        return _usage(outputs, outputs)
+        return _usage(outputs, outputs if has_begun else [])
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""

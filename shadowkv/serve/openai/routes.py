@@ -101,7 +101,8 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
-        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}
+        about = {"vocab_size": tokenizer.vocab_size, "tokenizer_class": type(tokenizer).__name__}
+        return {"eos_token": None, **tokenizer.special_tokens, **about, **template}
 
     return router
 
