@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "KVSpec", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "KVSpec",
+    "RepetitionDetectionParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from shadowkv.engine.llm import LLM
     from shadowkv.engine.results import CompletionOutput, RequestOutput
-    from shadowkv.engine.sampling_params import SamplingParams
+    from shadowkv.engine.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
     from shadowkv.kvcache.policy.spec import KVSpec
 
 _HOMES = {
@@ -18,6 +27,8 @@ _HOMES = {
     "CompletionOutput": "shadowkv.engine.results",
     "RequestOutput": "shadowkv.engine.results",
     "SamplingParams": "shadowkv.engine.sampling_params",
+    "RepetitionDetectionParams": "shadowkv.engine.sampling_params",
+    "StructuredOutputsParams": "shadowkv.engine.sampling_params",
     "KVSpec": "shadowkv.kvcache.policy.spec",
 }
 

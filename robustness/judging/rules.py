@@ -82,10 +82,13 @@ def harmless(name: str, value: Any) -> bool:
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation", "verbosity")
+    + ("session_id", "stream_interval", "ec_transfer_params", "mm_payload", "return_mm_kwargs")
 )
 WITH_EFFECT = frozenset(
     ("grammar", "structured_outputs", "guided_json", "bad_words", "audio", "web_search_options", "mcp_servers")
     + ("truncate_prompt_tokens", "logits_processors", "previous_response_id", "conversation", "max_tokens")
+    + ("allowed_token_ids", "logprob_token_ids", "repetition_detection", "request_id", "truncation_side")
+    + ("chat_template", "prompt_logprobs", "thinking_token_budget", "whitespace_pattern", "guided_whitespace_pattern")
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -102,6 +105,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
+    "watermarking": (False,),
+    "include_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -168,7 +177,6 @@ def _refuse(name: str) -> NoReturn:
 
 # -- completions and chats ---------------------------------------------------------------------------------------------
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 SOURCE = {"filename": short(256), "file_data": utf8, "file_id": short(256)}
 PART = either(
     fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text"),
@@ -176,12 +184,13 @@ PART = either(
 )
 MESSAGE = fields(
     {
-        "role": lambda role: role in ROLES,
+        "role": short(256, least=1),
         "content": either(utf8, some(PART)),
         "name": short(256),
         "tool_calls": some(tool_call),
         "tool_call_id": short(256),
         "reasoning_content": utf8,
+        "reasoning": utf8,
     },
     "role",
 )
@@ -242,8 +251,9 @@ def shared_rules(model: str, vocab: int) -> dict[str, Rule]:
     }
 
 
-def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
+def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
     """Those and the parameters of completions and chats."""
+    token = integer(0, vocab - 1)
     return {
         **shared,
         "n": integer(1, 128),
@@ -253,7 +263,24 @@ def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
         "response_format": response_format,
         "structured_outputs": structured,
         **GUIDED,
-        "stream_options": fields({"include_usage": boolean}),
+        "stream_options": fields({"include_usage": boolean, "continuous_usage_stats": boolean}),
+        "request_id": short(256),
+        "allowed_token_ids": some(token, 1),
+        "bad_words": some(lambda word: short(256, 1)(word) and bool(word.strip()), most=256),
+        "repetition_detection": fields(
+            dict.fromkeys(("max_pattern_size", "min_pattern_size"), integer(0, 4096)) | {"min_count": integer()}
+        ),
+        "include_stop_str_in_output": boolean,
+        "skip_special_tokens": boolean,
+        "add_special_tokens": boolean,
+        "truncate_prompt_tokens": integer(-1, 2**21),
+        "truncation_side": lambda side: side in ("left", "right"),
+        "prompt_logprobs": integer(0, 20),
+        "logprob_token_ids": some(token, most=128),
+        "return_token_ids": boolean,
+        "return_tokens_as_token_ids": boolean,
+        "thinking_token_budget": integer(-1, -1),
+        "echo": boolean,
         "return_selections": boolean,
         "return_progress": boolean,
         "kv_transfer_params": fields(
@@ -415,13 +442,11 @@ def message_requests(value: Any) -> bool:
 def route_rules(model: str, vocab: int) -> dict[str, Rule]:
     """By route, what a body has to be, parameter by parameter."""
     shared = shared_rules(model, vocab)
-    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, vocab - 1)
+    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
     tokens = some(token, 1)
     prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
     return {
-        "/v1/completions": fields(
-            {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
-        ),
+        "/v1/completions": fields({**sampling, "prompt": prompt, "logprobs": integer(0, 20)}, "prompt"),
         "/v1/chat/completions": fields(
             {
                 **sampling,
@@ -433,6 +458,8 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
                 "parse_special": boolean,
                 "logprobs": boolean,
                 "top_logprobs": integer(0, 20),
+                "include_reasoning": boolean,
+                "verbosity": one_of("medium"),
             },
             "messages",
         ),
@@ -476,6 +503,7 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
                 "name": save_name,
                 "prompt": either(utf8, tokens, some(either(utf8, tokens), 1, 1)),
                 "messages": some(MESSAGE, 1),
+                "add_special_tokens": boolean,
                 "parse_special": boolean,
                 "cache_salt": short(256, least=1),
             },

@@ -26,10 +26,11 @@ class StreamsText(Protocol):
 
 
 class Detokenizer:
-    """Text of one request. What might be the start of a stop string is held back until it is known not to be."""
+    """Text of one request. What might be the start of a stop string is held back until it is known not to be; with
+    ``include_stop`` the string that ends the text is part of it."""
 
-    def __init__(self, stream: DecodeStream, stop: tuple[str, ...]) -> None:
-        self._stream, self._stop = stream, stop
+    def __init__(self, stream: DecodeStream, stop: tuple[str, ...], include_stop: bool = False) -> None:
+        self._stream, self._stop, self._include_stop = stream, stop, include_stop
         self._held = ""
         self.stop_string: str | None = None
 
@@ -57,7 +58,7 @@ class Detokenizer:
         if ends:
             place, self.stop_string = min(ends)
             self._held = ""
-            return text[:place]
+            return text[: place + len(self.stop_string)] if self._include_stop else text[:place]
         keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -79,7 +80,10 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer: StreamsText, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer.stream(params.skip_special_tokens), params.stop)
+        self._include_stop, self._stop_token_ids = params.include_stop_str_in_output, frozenset(params.stop_token_ids)
+        self._detokenizer = Detokenizer(
+            tokenizer.stream(params.skip_special_tokens), params.stop, params.include_stop_str_in_output
+        )
         # The token that completes a stop string is the answer's last: they are looked at one by one.
         self._at_once = not params.stop
         self.ended = False
@@ -108,7 +112,8 @@ class AnswerText:
 
     def _read(self, output: TokenOutput) -> TextOutput:
         reason, text = output.finish_reason, self._detokenizer
-        tokens = output.token_ids[:-1] if output.end_token else output.token_ids
+        without_end = output.end_token and not self._include_stop
+        tokens = output.token_ids[:-1] if without_end else output.token_ids
         added = text.push(tokens) if tokens else ""
         if text.stopped:
             reason = "stop"
@@ -131,7 +136,16 @@ class AnswerText:
             output.selections,
             output.prefilled,
             output.error_code,
+            self._stop_reason(output) if self.ended else None,
         )
+
+    def _stop_reason(self, output: TokenOutput) -> str | int | None:
+        if self._detokenizer.stop_string is not None:
+            return self._detokenizer.stop_string
+        if output.finish_reason == "repetition":
+            return "repetition_detected"
+        last = output.token_ids[-1] if output.end_token else None
+        return last if last in self._stop_token_ids else None
 
 
 def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:

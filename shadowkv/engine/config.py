@@ -68,6 +68,7 @@ class EngineConfig:
     max_queued_seqs: int = 1024
     scheduling_policy: str = "fair"
     default_max_tokens: int = 1024
+    max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     seed: int | None = None
@@ -104,6 +105,7 @@ class EngineConfig:
                 ("max_cached_seqs", 0),
                 ("max_queued_seqs", 1),
                 ("default_max_tokens", 1),
+                ("max_logprobs", -1),
                 ("max_model_len", 1),
                 ("tensor_parallel_size", 1),
             )
@@ -298,6 +300,8 @@ class EngineConfig:
             metavar="TOKENS",
             help="output reserved for a chat that names none; completions have 16 then (default: %(default)s)",
         )
+        text = "alternatives of a token that a request may ask for, -1: all of the vocabulary (default: %(default)s)"
+        add(batch, "--max-logprobs", type=int, metavar="N", help=text)
         add(
             batch,
             "--generation-config",

@@ -178,7 +178,7 @@ class Engine:
         """A request for ``add``, on any thread; waits until its rules are compiled, and raises RequestError if it could
         never be served."""
         if params.rules is not None:
-            self.requests.grammars.compile(params.rules, params.json_one_line).result()
+            self.requests.grammars.compile(params.rules, params.one_line).result()
         return self.requests.request(request_id, prompt_token_ids, params)
 
     def add(self, request: Request) -> None:
@@ -445,11 +445,14 @@ class Engine:
             return self._fail(running, str(constraint.failure), "timeout" if too_much else None)
         if constraint is not None and not constraint.accept(token):
             return self._fail(running, NOTHING_FOLLOWS, "nothing_follows")
+        repeats = request.repetition is not None and request.repetition.take(token)
         ends = token in request.stop_ids
         if ends:
             reason = "stop"
         elif len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
+        elif repeats and len(request.output_token_ids) >= request.params.min_tokens:
+            reason = "repetition"
         if reason is not None:
             self._finish(running)
         output = _output(request, [token], reason)

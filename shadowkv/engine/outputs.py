@@ -80,7 +80,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         token_ids: the new tokens.
-        finish_reason: ``stop``, ``length`` or ``error``; None while it is running.
+        finish_reason: ``stop``, ``length``, ``repetition`` or ``error``; None while it is running.
         end_token: whether the last token ends the answer and is no part of its text.
         error, error_code: what went wrong, where the reason is ``error``; the code where it is the request's own fault.
         prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
@@ -115,6 +115,7 @@ class TextOutput:
     Attributes:
         text: the new text (may be empty while a character or a stop string is incomplete).
         stop_string: the request's stop string that ended the text, on the last output, if one did.
+        stop_reason: that, or the request's stop token that ended it, or ``repetition_detected``, as in vLLM.
         token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
             prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
     """
@@ -134,6 +135,7 @@ class TextOutput:
     selections: list[TokenSelections | None] | None = None
     prefilled: int | None = None
     error_code: ErrorCode | None = None
+    stop_reason: str | int | None = None
 
     @property
     def is_progress(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.request import Request, RequestLimits
+from shadowkv.engine.execution.thinking_budget import BEGIN, END, ThinkingBudget
+from shadowkv.engine.request import Request, RequestError, RequestLimits
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.scheduling.repetition import Repetition
 from shadowkv.engine.scheduling.scheduler import Scheduler
 from shadowkv.engine.startup.prefix_cache import Origin
 from shadowkv.engine.structured.grammar import Grammars
@@ -43,7 +45,14 @@ class RequestFactory:
     ) -> None:
         self._config, self._scheduler, self._origin = config, scheduler, origin
         self._random = random.Random(config.seed)
-        self.limits = RequestLimits(vocab_size, scheduler.cache.max_model_len, config.default_max_tokens)
+        self._tokenizer = tokenizer
+        self.limits = RequestLimits(
+            vocab_size,
+            scheduler.cache.max_model_len,
+            config.default_max_tokens,
+            config.max_logprobs,
+            _thinking_tokens(tokenizer),
+        )
         self.stop_ids = frozenset(token for token in stops if token < vocab_size)
         self.grammars = Grammars(tokenizer, vocab_size, self.stop_ids)
 
@@ -70,13 +79,43 @@ class RequestFactory:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
         if params.rules is not None:
-            constraint = self.grammars.constraint(params.rules, params.json_one_line, tenant)
+            constraint = self.grammars.constraint(params.rules, params.one_line, tenant)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self._config.enable_prefix_caching and params.cache_prompt:
             prompt = self._prompt(prompt_token_ids, params.cache_salt)
+        thoughts = None
+        if params.thinking_token_budget is not None and self.limits.thinking_tokens is not None and constraint is None:
+            thoughts = ThinkingBudget(self.limits.thinking_tokens, params.thinking_token_budget, prompt_token_ids)
+        detection = params.repetition_detection
+        repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
+        bad_words = tuple(self._spellings(params.bad_words))
         return Request(
-            request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt, tenant, priority
+            request_id,
+            prompt_token_ids,
+            params,
+            max_tokens,
+            seed,
+            stop_ids,
+            constraint,
+            prompt,
+            tenant,
+            priority,
+            bad_words,
+            thoughts,
+            repetition,
         )
+
+    def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
+        """Token ids of each word at the beginning of a text, and after a space where that makes as many tokens and
+        another first one, as in vLLM."""
+        for word in words:
+            forms = word.lstrip(), f" {word.lstrip()}"
+            begun, after_space = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+            if not begun:
+                raise RequestError(f"bad_words has {word!r:.100}, which is no token of this model", "bad_words")
+            yield begun
+            if len(after_space) == len(begun) and after_space[0] != begun[0]:
+                yield after_space
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
         """Names of the pages of a prompt that can be shared."""
@@ -84,3 +123,9 @@ class RequestFactory:
 
     def _prompt(self, token_ids: list[int], salt: str | None) -> Prompt:
         return Prompt(token_ids, PageNames(self._origin(salt)).extend_to(token_ids))
+
+
+def _thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """Ids of the tokens around thoughts; None where the tokenizer has none."""
+    begin, end = tokenizer.backend.token_to_id(BEGIN), tokenizer.backend.token_to_id(END)
+    return None if begin is None or end is None else (begin, end)

@@ -32,8 +32,9 @@ class CompletionOutput:
         logprobs: by token id, for each generated token: the chosen one's first, then those of the most likely ones;
             None where they were not requested.
         cumulative_logprob: sum over the chosen tokens; None where they were not requested.
-        finish_reason: ``stop`` or ``length``; None while there is more to come.
-        stop_reason: the request's stop string that ended it; None for anything else.
+        finish_reason: ``stop``, ``length`` or ``repetition``; None while there is more to come.
+        stop_reason: the request's stop string or stop token that ended it, or ``repetition_detected``; None for
+            anything else.
         selections: what each token attended to, if requested; None for the first, which prefill chose.
     """
 
@@ -43,7 +44,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     selections: list[TokenSelections | None] = field(default_factory=list)
 
     def add(self, output: TextOutput, tokenizer: Tokenizer) -> None:
@@ -51,7 +52,7 @@ class CompletionOutput:
         self.text += output.text
         self.token_ids += output.token_ids
         self.selections += output.selections or []
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_string
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [by_token(step, tokenizer) for step in output.logprobs]
             self.cumulative_logprob = sum((step.logprob for step in output.logprobs), self.cumulative_logprob or 0.0)

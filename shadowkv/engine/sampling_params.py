@@ -3,11 +3,104 @@
 from __future__ import annotations
 
 import hashlib
+import json as json_module
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from typing import Any
 
 from shadowkv.field_types import wrong_types
+from shadowkv.grammar_text import choice_text, grammar_text
+
+MAX_PATTERN_SIZE = 4_096
+"""Tokens of the longest pattern whose repetition is looked for, of which each step compares the newest token with."""
+
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Tokens whose log-probabilities a request may have reported at every place, as in vLLM."""
+
+SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+"""Parameters that a list may be given for."""
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When an answer ends because it repeats itself, as in vLLM: as soon as its last tokens are a pattern of
+    ``min_pattern_size`` to ``max_pattern_size`` tokens, ``min_count`` times in a row.
+
+    Attributes:
+        max_pattern_size: 0 is off.
+        min_pattern_size: 0 is 1.
+
+    Raises ValueError for values that are out of range.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if wrong := wrong_types(self):
+            raise TypeError("; ".join(wrong))
+        if not 0 <= self.max_pattern_size <= MAX_PATTERN_SIZE:
+            raise ValueError(f"max_pattern_size={self.max_pattern_size} must be between 0 and {MAX_PATTERN_SIZE}")
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            reason = f"between 0 and max_pattern_size, which is {self.max_pattern_size}"
+            raise ValueError(f"min_pattern_size={self.min_pattern_size} must be {reason}")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(f"min_count={self.min_count} must be at least 2: a pattern that comes once is none")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an answer must follow, by vLLM's names: one of the first six.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text.
+        regex: a regular expression that the whole answer matches.
+        choice: texts of which the answer is one.
+        grammar: in GBNF, which vLLM's EBNF is, too; its root is the rule ``root``.
+        json_object: any JSON object.
+        structural_tag: XGrammar's, as an object or as its text.
+        disable_any_whitespace: of JSON, no white space but one space after each comma and colon.
+
+    Raises ValueError where not exactly one is given.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if wrong := wrong_types(self):
+            raise TypeError("; ".join(wrong))
+        kinds = [field.name for field in fields(self) if field.name != "disable_any_whitespace"]
+        given = [name for name in kinds if getattr(self, name)]
+        if len(given) != 1:
+            reason = f"and {' and '.join(given)} are given" if given else "and none is given"
+            raise ValueError(f"structured_outputs needs one of {', '.join(kinds)}, {reason}")
+
+    @property
+    def rules(self) -> str:
+        """The same as ``SamplingParams.json_schema`` or ``SamplingParams.grammar`` has it."""
+        if self.choice is not None:
+            return choice_text(self.choice)
+        if self.regex is not None:
+            return grammar_text("regex", self.regex)
+        if self.grammar is not None:
+            return grammar_text("grammar", self.grammar)
+        if self.structural_tag is not None:
+            return grammar_text("structural_tag", _json_text(self.structural_tag))
+        return '{"type": "object"}' if self.json is None else _json_text(self.json)
+
+
+def _json_text(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else json_module.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -27,18 +120,27 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once, and once per
             occurrence.
         logit_bias: added to the logits, by token id.
+        allowed_token_ids: the only tokens that are chosen; None is all.
+        bad_words: texts that are not generated: the last token of each is not chosen where the others have been.
+        thinking_token_budget: most tokens of thoughts, within ``<think>`` and ``</think>``, after which they are ended;
+            None, and -1, are no limit.
+        repetition_detection: ends an answer that repeats itself, with the reason ``repetition``.
         stop: strings that end the text and are not part of it; a single one, and a list, become a tuple.
         stop_token_ids: tokens that end the text, besides the model's own.
+        include_stop_str_in_output: the string or token that ends the text is part of it.
         ignore_eos: go on after the model's end tokens.
         seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
             those that sample attention's tokens; None is a random one, or 0 where decoding is greedy.
             ``docs/design/server.md`` says what is repeatable.
         json_schema: JSON schema (as JSON text) that the output must follow; ``{}`` is any JSON.
         grammar: other rules that the output must follow, as ``grammar_text`` writes them.
+        structured_outputs: the same as one of these two, in vLLM's words.
         json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: alternatives to report per token, 0 is only the chosen one; None is off.
+        logprobs: alternatives to report per token, 0 is only the chosen one, -1 all of the vocabulary; None is off. The
+            engine's ``max_logprobs`` limits it.
         prompt_logprobs: the same for the prompt's tokens.
+        logprob_token_ids: tokens to report beside the chosen one, instead of the most likely ones.
         return_selections: whether to report what each token attended to (``CompletionOutput.selections``). On a GPU,
             steps of a batch with such a request are not CUDA graphs, which takes longer.
         return_progress: whether to report, while the prompt is computed, how much of it is
@@ -62,16 +164,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     json_schema: str | None = None
     grammar: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     json_one_line: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     return_selections: bool = False
     return_progress: bool = False
     cache_prompt: bool = True
@@ -79,13 +188,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # A text is a sequence of texts, too, of one letter each.
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name in SEQUENCES:
+            value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         if wrong := wrong_types(self):
             raise TypeError("; ".join(wrong))
-        if not all(_is_number(token, Integral) for token in self.stop_token_ids):
-            raise TypeError(f"stop_token_ids={self.stop_token_ids!r:.100} must be token ids, whole numbers")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if not all(_is_number(token, Integral) for token in getattr(self, name) or ()):
+                raise TypeError(f"{name}={getattr(self, name)!r:.100} must be token ids, whole numbers")
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         if not all(_is_number(token, Integral) and _is_number(bias, Real) for token, bias in self.logit_bias.items()):
             raise TypeError(f"logit_bias={self.logit_bias!r:.100} must have token ids as keys, and numbers as values")
         least = 1 if self.prompt_logprobs is None else 0
@@ -108,10 +223,31 @@ class SamplingParams:
                 ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
                 ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
                 ("grammar", self.grammar is None or self.json_schema is None, "left out with json_schema"),
+                (
+                    "structured_outputs",
+                    self.structured_outputs is None or (self.json_schema is None and self.grammar is None),
+                    "left out with json_schema and grammar",
+                ),
+                ("allowed_token_ids", self.allowed_token_ids != (), "at least one token id, or left out for all"),
+                ("bad_words", all(_is_text(text) for text in self.bad_words), "strings, none of them empty"),
+                (
+                    "thinking_token_budget",
+                    self.thinking_token_budget is None or self.thinking_token_budget >= 0,
+                    "at least 0, or -1 for no limit",
+                ),
                 ("stop", all(isinstance(text, str) and text for text in self.stop), "strings, none of them empty"),
                 ("cache_salt", self.cache_salt != "", "a string that is not empty"),
-                ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
-                ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20"),
+                ("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 for all"),
+                (
+                    "prompt_logprobs",
+                    self.prompt_logprobs is None or self.prompt_logprobs >= -1,
+                    "at least 0, or -1 for all",
+                ),
+                (
+                    "logprob_token_ids",
+                    0 < len(self.logprob_token_ids or (0,)) <= MAX_LOGPROB_TOKEN_IDS,
+                    f"1 to {MAX_LOGPROB_TOKEN_IDS} token ids",
+                ),
             )
             if not fine
         ]
@@ -127,13 +263,29 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.thinking_token_budget is not None
             or self.rules is not None
         )
 
     @property
     def rules(self) -> str | None:
         """What the output must follow: a JSON schema or a grammar."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.rules
         return self.json_schema if self.grammar is None else self.grammar
+
+    @property
+    def one_line(self) -> bool:
+        """Whether JSON that must follow a schema has no white space but one space after each comma and colon."""
+        return self.json_one_line or (
+            self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
+        )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _is_number(value: object, kind: type) -> bool:

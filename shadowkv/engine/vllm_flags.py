@@ -59,7 +59,6 @@ _NO_MEDIA = "models take text alone"
 _NO_EMBEDDINGS = "models generate text, and embed none"
 _WINDOWS = "layers keep their windows; the same without one: --max-model-len with the window's size"
 _FILES = "only files that are read are fetched; MODEL may be a folder that has those alone"
-_TOKEN_IDS = "logprobs have a token's text and bytes; /tokenize has its id"
 _LOGPROBS = "logprobs are the model's own, before temperature and penalties: raw_logprobs"
 _LEVELS = "there are no levels of it; --enforce-eager: no CUDA graphs"
 _GRAPHS = "the engine chooses the sizes of batches that are captured; --enforce-eager: none"
@@ -106,10 +105,8 @@ FLAGS = (
     _no_effect("--enable-reasoning", words="--reasoning-parser is enough", values=0),
     _no_effect("--exclude-tools-when-tool-choice-none", words=_TOOLS, values=0),
     _no_effect("--response-role", words="answers are the assistant's", fine=("assistant",)),
-    _no_effect("--enable-force-include-usage", words="streams that ask with stream_options have their usage", values=0),
     _no_effect("--stream-interval", words="tokens are sent as they come", fine=("1",)),
     _no_effect("--chat-template-content-format", words="templates get texts", fine=("auto", "string")),
-    _no_effect("--max-logprobs", words="a request may ask for up to 20", fine=("20",)),
     _no_effect("--disable-log-stats", words="figures are at /metrics and never logged", values=0),
     _no_effect("--enable-log-requests", words="always on; --disable-log-requests turns it off", values=0),
     _no_effect("--max-log-len", words="prompts are never logged"),
@@ -160,7 +157,6 @@ FLAGS = (
     _refused("--convert", words=_NO_EMBEDDINGS, fine=("auto", "none")),
     _refused("--enable-prompt-embeds", words="a prompt is a text or token ids", values=0),
     _refused("--allowed-local-media-path", words="models take text alone: leave it out", fine=("",)),
-    _refused("--return-tokens-as-token-ids", words=_TOKEN_IDS, values=0),
     _refused("--logprobs-mode", words=_LOGPROBS, fine=("raw_logprobs",)),
     _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
     _refused("--middleware", words=_PLUGINS),

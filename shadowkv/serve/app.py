@@ -89,7 +89,7 @@ def build_app(
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
     app.state.bodies, app.state.documents, app.state.store, app.state.drop = bodies, documents, store, drop
     add_middleware(app, settings, tracing, counts)
-    app.include_router(token_routes(engine, served_name))
+    app.include_router(token_routes(engine, served_name, settings))
     metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath

@@ -15,7 +15,6 @@ import torch
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.grammar import Grammars
-from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import (
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
@@ -23,6 +22,7 @@ from shadowkv.engine.structured.json_schema import (
     check_schema,
     unrolled,
 )
+from shadowkv.grammar_text import choice_text, grammar_text
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 from tests.grammar_answers import SECONDS, accepts, begun
 

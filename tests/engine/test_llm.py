@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shadowkv import LLM, CompletionOutput, RequestOutput, SamplingParams
+from shadowkv import (
+    LLM,
+    CompletionOutput,
+    RepetitionDetectionParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.request import RequestError
 from shadowkv.wording import SettingsError
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -200,3 +209,76 @@ def test_wrong_types_name_the_argument(tiny_llm: LLM, tiny: Path) -> None:
     with pytest.raises(SettingsError, match="enforce_eager=1 must be bool"):
         EngineConfig(enforce_eager=1)
     assert SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3)).max_tokens == 3
+
+
+def test_answers_that_follow_vllms_structured_outputs(tiny_llm: LLM) -> None:
+    def text(**rules: Any) -> str:
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(**rules))
+        return tiny_llm.generate("Hi", params)[0].outputs[0].text
+
+    assert text(choice=["yes", "no"]) in ("yes", "no")
+    assert text(regex="ab?c{2}") in ("acc", "abcc")
+    assert text(grammar='root ::= "left" | "right"') in ("left", "right")
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    for form in (schema, json.dumps(schema)):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json=form, disable_any_whitespace=True))
+        assert params.rules == json.dumps(schema) and params.one_line
+    assert SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)).rules == '{"type": "object"}'
+    with pytest.raises(ValueError, match="regex and choice are given"):
+        StructuredOutputsParams(regex="a", choice=["a"])
+    with pytest.raises(ValueError, match="none is given"):
+        StructuredOutputsParams()
+    with pytest.raises(ValueError, match="structured_outputs"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), json_schema="{}")
+
+
+def test_bad_words_are_not_written(tiny_llm: LLM) -> None:
+    always = {65: 90.0, 66: 80.0, 67: 70.0}  # the bytes A, B and C
+
+    def text(words: list[str]) -> str:
+        params = SamplingParams(temperature=0, max_tokens=4, logit_bias=always, bad_words=words)
+        return tiny_llm.generate("Hi", params)[0].outputs[0].text
+
+    assert (text([]), text(["A"]), text(["A", "B"]), text(["AA"])) == ("AAAA", "BBBB", "CCCC", "ABAB")
+    with pytest.raises(ValueError, match="bad_words"):
+        SamplingParams(bad_words=[" "])
+
+
+def test_an_answer_ends_where_it_repeats_itself(tiny_llm: LLM) -> None:
+    detection = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+    biased = {"temperature": 0, "logit_bias": {65: 100.0}, "ignore_eos": True, "max_tokens": 20}
+    params = SamplingParams(**biased, repetition_detection=detection)
+    (output,) = tiny_llm.generate("Hi", params)[0].outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == ("AAA", "repetition", "repetition_detected")
+    later = SamplingParams(**biased, repetition_detection=detection, min_tokens=7)
+    assert tiny_llm.generate("Hi", later)[0].outputs[0].text == "AAAAAAA"
+    for wrong in ({"max_pattern_size": 2, "min_count": 1}, {"max_pattern_size": 1, "min_pattern_size": 2}):
+        with pytest.raises(ValueError, match=r"min_(count|pattern_size)="):
+            RepetitionDetectionParams(**wrong)
+
+
+def test_what_ends_an_answer_may_be_part_of_it(tiny_llm: LLM) -> None:
+    biased = {"temperature": 0, "logit_bias": {65: 100.0}}
+
+    def end(**params: Any) -> tuple[str, str | int | None]:
+        (output,) = tiny_llm.generate("Hi", SamplingParams(**biased, **params))[0].outputs
+        assert output.finish_reason == "stop"
+        return output.text, output.stop_reason
+
+    assert end(stop="AA") == ("", "AA") and end(stop="AA", include_stop_str_in_output=True) == ("AA", "AA")
+    assert end(stop_token_ids=[65]) == ("", 65)
+    assert end(stop_token_ids=[65], include_stop_str_in_output=True) == ("A", 65)
+
+
+def test_log_probabilities_within_max_logprobs(tiny_llm: LLM) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=rf"{name}=21 is more than 20 \(--max-logprobs\)"):
+            tiny_llm.generate("Hi", SamplingParams(**{name: 21}))
+        with pytest.raises(RequestError, match=rf"{name}=-1, all \d+ of the vocabulary, is more than 20"):
+            tiny_llm.generate("Hi", SamplingParams(**{name: -1}))
+    params = SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=[65, 66])
+    (output,) = tiny_llm.generate("Hi", params)[0].outputs
+    assert {*output.logprobs[0]} == {output.token_ids[0], 65, 66}
+    with pytest.raises(RequestError, match="thinking_token_budget needs a model"):
+        tiny_llm.generate("Hi", SamplingParams(thinking_token_budget=5))
+    assert tiny_llm.generate("Hi", SamplingParams(thinking_token_budget=-1))

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from shadowkv.engine.execution.sampler import Sampler, _uniform
+from shadowkv.engine.execution.thinking_budget import ThinkingBudget
 from shadowkv.engine.request import Request
-from shadowkv.engine.sampling_params import SamplingParams, choice_seed
+from shadowkv.engine.sampling_params import RepetitionDetectionParams, SamplingParams, choice_seed
+from shadowkv.engine.scheduling.repetition import Repetition
 from shadowkv.ops.registry import Ops
 
 sample = Sampler(Ops("cpu")).sample
@@ -274,7 +276,7 @@ def test_a_large_vocabulary_with_extreme_logits_stays_within_its_candidates(seed
 def test_sampling_params_list_every_value_out_of_range():
     with pytest.raises(ValueError) as error:
         SamplingParams(
-            max_tokens=0, temperature=-1, top_p=0, top_k=-2, min_p=2, repetition_penalty=0, logprobs=21, stop=("",)
+            max_tokens=0, temperature=-1, top_p=0, top_k=-2, min_p=2, repetition_penalty=0, logprobs=-2, stop=("",)
         )
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "stop")
     for name in names:
@@ -339,3 +341,78 @@ def test_seeds_of_choices_repeat_and_are_nobody_elses() -> None:
     assert [choice_seed(seed, 0) for seed in (5, -5)] == [5, -5]
     # The same in every version: an answer repeats after an update too.
     assert choice_seed(5, 1) == 110550812080009723
+
+
+def test_only_allowed_tokens_are_chosen(seed):
+    logits = torch.randn(40, 500)
+    allowed = [3, 77, 400]
+    found, logprobs, _ = sample(logits.clone(), [request(i, allowed_token_ids=allowed, logprobs=0) for i in range(40)])
+    assert {*found} <= {*allowed} and len({*found}) > 1
+    expected = logits.log_softmax(-1)  # reported as the model has them
+    assert [step.logprob for step in logprobs] == pytest.approx([expected[row, found[row]].item() for row in range(40)])
+    assert sample(logits.clone(), [request(i) for i in range(40)])[0] != found
+
+
+def test_the_last_token_of_a_bad_word_is_not_chosen_after_the_others():
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
+
+    def chosen(output: tuple[int, ...]) -> int:
+        asking = request(output=output, temperature=0, bad_words=["a", "b c d"])
+        asking.bad_words = ((4,), (1, 2, 3))
+        return sample(logits[None].clone(), [asking])[0][0]
+
+    assert chosen(()) == chosen((2,)) == chosen((2, 1)) == chosen((1, 2, 0)) == 3
+    assert chosen((1, 2)) == chosen((0, 1, 2)) == 2
+
+
+def test_thoughts_end_with_their_budget():
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    begin, end = 0, 1
+
+    def chosen(prompt: tuple[int, ...], outputs: tuple[int, ...], budget: int) -> list[int]:
+        """What follows each beginning of ``outputs``."""
+        asking = request(prompt=prompt, temperature=0, thinking_token_budget=budget)
+        asking.thoughts = ThinkingBudget((begin, end), budget, prompt)
+        found = []
+        for count in range(len(outputs) + 1):
+            asking.output_token_ids = list(outputs[:count])
+            found += sample(logits[None].clone(), [asking])[0]
+        return found
+
+    assert chosen((2, begin), (3, 3, end, 3), 2) == [3, 3, end, 3, 3]  # which the prompt has begun
+    assert chosen((2,), (begin, 3, 3, end, 3), 2) == [3, 3, 3, end, 3, 3]
+    assert chosen((2,), (begin, 3, end, 3, 3, 3), 2) == [3] * 7  # they have ended by themselves
+    assert chosen((2, begin), (), 0) == [end]
+    assert chosen((begin, end), (3, 3, 3), 1) == [3] * 4  # there are none
+
+
+def test_log_probabilities_of_all_tokens_and_of_named_ones():
+    logits = torch.randn(2, 50)
+    every, named = sample(logits.clone(), [request(logprobs=-1), request(temperature=0, logprob_token_ids=[7, 9])])[1]
+    expected = logits.log_softmax(-1)
+    assert [every.top[token] for token in range(50)] == pytest.approx(expected[0].tolist())
+    likeliest = int(logits[1].argmax())
+    assert {*named.top} == {likeliest, 7, 9}
+    assert named.top[9] == pytest.approx(expected[1, 9].item()) and named.top[likeliest] == named.logprob
+
+
+@pytest.mark.parametrize("pattern, count", [([1], 3), ([1, 2], 2), ([1, 2, 1], 4)], ids=str)
+def test_an_answer_repeats_itself_with_the_last_token_of_a_repeated_pattern(pattern, count):
+    params = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=len(pattern), min_count=count)
+    detector = Repetition(params)
+    assert not any(detector.take(token) for token in (5, 6, *(pattern * count)[:-1]))
+    assert detector.take(pattern[-1])
+
+
+def test_what_repeats_itself_agrees_with_the_definition(seed):
+    pick = random.Random(seed)
+    for _ in range(200):
+        least, count = pick.randint(1, 3), pick.randint(2, 4)
+        most = pick.randint(least, 6)
+        detector = Repetition(RepetitionDetectionParams(most, least, count))
+        tokens: list[int] = []
+        for _ in range(40):
+            tokens.append(pick.randint(0, 1))
+            sizes = [size for size in range(least, most + 1) if size * count <= len(tokens)]
+            expected = any(tokens[-size * count :] == tokens[-size:] * count for size in sizes)
+            assert detector.take(tokens[-1]) == expected, (tokens, least, most, count)

@@ -68,6 +68,30 @@ def post(call: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
 
 
 @pytest.fixture
+def http() -> Iterator[Callable[..., Callable[..., httpx.Response]]]:
+    """Makes of an application what posts bodies, given as keywords, to its paths."""
+    apps: list[Any] = []
+
+    def of(app: Any) -> Callable[..., httpx.Response]:
+        apps.append(app)
+
+        def send(path: str, **body: Any) -> httpx.Response:
+            async def run() -> httpx.Response:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                    return await client.post(path, json=body)
+
+            return asyncio.run(run())
+
+        return send
+
+    yield of
+    for app in apps:
+        app.state.bodies.close()
+        app.state.store.close()
+        app.state.documents.close()
+
+
+@pytest.fixture
 def url(engine: FakeEngine) -> Iterator[str]:
     """The fake engine behind a socket."""
     with http_server(build_app(engine, "fake")) as base:

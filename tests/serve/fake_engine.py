@@ -87,6 +87,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    fingerprint = "01234567"
     max_num_seqs = 4
     scheduling_policy = "fair"
     kv = "fake"
@@ -132,6 +133,8 @@ class FakeEngine:
     def request(
         self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0
     ) -> Request:
+        if (params.logprobs or 0) > 20:
+            raise RequestError(f"logprobs={params.logprobs} is more than 20", "logprobs")
         asked = 1 if params.max_tokens is None else params.max_tokens
         least, most = min(prompt_token_ids, default=-1), max(prompt_token_ids, default=-1)
         if not 0 <= least <= most < self.tokenizer.vocab_size:
@@ -241,6 +244,7 @@ class FakeEngine:
                     times=times,
                     prompt_logprobs=scores if count == 1 else None,
                     stop_string=self.stop_string if finish == "stop" else None,
+                    stop_reason=self.stop_string if finish == "stop" else None,
                     selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
                     prefilled=len(prompt_token_ids) if params.return_progress and count == 1 else None,
                 )

@@ -9,8 +9,11 @@ from replies import events
 def test_answer(post, engine):
     body = post("chat").json()
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
-    message = {"role": "assistant", "content": REPLY, "refusal": None}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    no_parts = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids"))
+    message = {"role": "assistant", "content": REPLY, **no_parts}
+    assert body["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", **nulls}]
+    assert body["prompt_logprobs"] is None and body["prompt_token_ids"] is None
     assert engine.prompts == ["<user>Hi<assistant>"]
     assert body["usage"]["prompt_tokens"] == len(engine.prompts[0])
 

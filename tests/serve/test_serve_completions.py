@@ -6,13 +6,17 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
+from shadowkv import __version__
 from shadowkv.engine.sampling_params import choice_seed
 
 
 def test_answer(post, engine):
     body = post("completions", model="fake").json()
     assert body["object"] == "text_completion" and body["model"] == "fake" and body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None, "finish_reason": "stop"}]
+    nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"))
+    assert body["choices"] == [{"index": 0, "text": REPLY, "finish_reason": "stop", **nulls}]
+    assert body["system_fingerprint"] == f"shadowkv-{__version__}-{engine.fingerprint}"
+    assert body["service_tier"] is None and body["kv_transfer_params"] is None
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": len(REPLY),

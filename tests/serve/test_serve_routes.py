@@ -49,7 +49,7 @@ def test_detokenize(call):
 
 
 def test_tokenizer_info(call, engine, monkeypatch):
-    info = {"eos_token": None, "bos_token": "\x01", "vocab_size": 0x110000}
+    info = {"eos_token": None, "bos_token": "\x01", "vocab_size": 0x110000, "tokenizer_class": "FakeTokenizer"}
     template = engine.tokenizer.chat_template
     assert call("GET", "/tokenizer_info").json() == {**info, "chat_template": template}
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)

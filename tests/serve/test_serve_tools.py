@@ -110,11 +110,17 @@ def test_one_call_where_calls_may_not_be_parallel(hermes, post):
         assert len(calls) == 1
 
 
-def test_a_call_that_is_cut_off_is_no_reason_to_end(hermes, post):
+def test_a_call_that_is_cut_off_is_none(hermes, post):
     hermes.reply = TEXT
     choice = post("chat", tools=TOOLS, max_tokens=TEXT.index("Rome")).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+
+
+def test_a_call_before_one_that_is_cut_off_is_one(hermes, post):
+    hermes.reply = TEXT + TEXT
+    choice = post("chat", tools=TOOLS, max_tokens=len(TEXT) + TEXT.index("Rome")).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "length" and json.loads(call["function"]["arguments"]) == {"city": "Rome"}
 
 
 def test_choices_have_calls_of_their_own(hermes, post):
@@ -243,7 +249,6 @@ WRONG = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'function'"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": TOOLS}, "tool_choice", "--tool-call-parser"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "'none'"),
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 1, "max_tokens": 3}, "tool_choice", "min_tokens"),
     (function(parameters={"title": "EMPTY"}) | {"tool_choice": "required"}, "tools", "cannot be followed"),
@@ -293,6 +298,7 @@ def test_a_server_that_has_to_read_calls_does_not_start_where_it_cannot():
         ServerSettings(tool_call_parser="xml")
     settings = ServerSettings(enable_auto_tool_choice=True)
     settings.check_template("{{ tools }} <tool_call>")
+    settings.check_template("{{ messages }}")  # whose model is told of tools in words
     with pytest.raises(ValueError, match="--tool-call-parser hermes"):
-        settings.check_template("{{ messages }}")
+        settings.check_template("{{ messages }} {{ tools }}")
     ServerSettings(enable_auto_tool_choice=True, tool_call_parser="hermes").check_template(None)

@@ -8,7 +8,7 @@ import pytest
 from test_serve_errors import error_of
 from test_serve_tools import WEATHER
 
-from shadowkv.engine.structured.grammar_text import choice_grammar
+from shadowkv.grammar_text import choice_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}

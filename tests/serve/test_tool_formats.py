@@ -8,7 +8,17 @@ import time
 
 import pytest
 
-from shadowkv.serve.text.tool_formats import FORMATS, Hermes, Listed, Llama3Json, Mistral, Named, tool_format
+from shadowkv.serve.text.tool_formats import (
+    FORMATS,
+    GENERIC,
+    Generic,
+    Hermes,
+    Listed,
+    Llama3Json,
+    Mistral,
+    Named,
+    tool_format,
+)
 from shadowkv.serve.text.tool_parser import ToolParser
 
 NESTED = '{"a": [{"b": "}]\\"\\\\"}], "c": {"d": "<tool_call>"}}'
@@ -57,6 +67,12 @@ CASES = [
     (Mistral, f'Well [TOOL_CALLS]f{{"x": 1}}[TOOL_CALLS]g[ARGS]{NESTED}', "Well", [F, G]),
     (Mistral, "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
     (Mistral, "[TOOL_CALLS]f[x", "[TOOL_CALLS]f[x", []),
+    (Generic, f'[{{"name": "f", "parameters": {{"x": 1}}}}, {{"name": "g", "parameters": {NESTED}}}]', "", [F, G]),
+    (Generic, '```json\n[{"name": "f", "parameters": {"x": 1}}]\n```', "", [F]),
+    (Generic, ' {"name": "f", "arguments": {"x": 1}}\n', "", [F]),
+    (Generic, "[1, 2] are two.", "[1, 2] are two.", []),
+    (Generic, '```json\n{"city": "Paris"}\n```', '```json\n{"city": "Paris"}\n```', []),
+    (Generic, "\nJust text.", "\nJust text.", []),
     (Listed, f'[{{"name": "f", "parameters": {{"x": 1}}}}, {{"name": "g", "parameters": {NESTED}}}]', "", [F, G]),
 ]
 
@@ -142,7 +158,7 @@ TEMPLATES = {
 def test_a_template_tells_the_format(name):
     assert tool_format(None, TEMPLATES[name]) is FORMATS.get(name)
     assert tool_format("hermes", TEMPLATES[name]) is FORMATS["hermes"]
-    assert tool_format(None, None) is None
+    assert tool_format(None, None) is GENERIC
 
 
 def test_mistrals_templates_take_the_ids():

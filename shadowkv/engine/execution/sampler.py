@@ -6,7 +6,7 @@ request gives the same text in any batch that does not change those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -105,10 +105,30 @@ def _change(logits: Tensor, request: Request) -> None:
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[ids(params.logit_bias)] += bias
+    if params.allowed_token_ids is not None:
+        if request.allowed is None:
+            request.allowed = ids(params.allowed_token_ids)
+        _keep(logits, request.allowed, logits[request.allowed])
+    if banned := [word[-1] for word in request.bad_words if _is_next(word, request.output_token_ids)]:
+        logits[ids(banned)] = float("-inf")
     if request.constraint is not None:
         request.constraint.mask(logits)
     if len(request.output_token_ids) < params.min_tokens:
         logits[ids(request.stop_ids)] = float("-inf")
+    if request.thoughts is not None and (end := request.thoughts.next_token(request.output_token_ids)) is not None:
+        _keep(logits, ids((end,)), 0.0)
+
+
+def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
+    """Gives ``tokens`` the ``values``, and sets the logits [V] of all others to -inf."""
+    logits.fill_(float("-inf"))
+    logits[tokens] = values
+
+
+def _is_next(word: tuple[int, ...], output: list[int]) -> bool:
+    """Whether an answer ends with all tokens of a word but its last."""
+    before = word[:-1]
+    return not before or tuple(output[-len(before) :]) == before
 
 
 def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
@@ -122,20 +142,32 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
     result: list[TokenLogprobs | None] = [None] * len(requests)
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if rows:
-        counts = [requests[row].params.logprobs or 0 for row in rows]
-        for row, logprobs in zip(rows, logprobs_of(logits[rows], [tokens[row] for row in rows], counts), strict=True):
+        params = [requests[row].params for row in rows]
+        counts = [0 if given.logprob_token_ids else given.logprobs or 0 for given in params]
+        named = [given.logprob_token_ids or () for given in params]
+        found = logprobs_of(logits[rows], [tokens[row] for row in rows], counts, named)
+        for row, logprobs in zip(rows, found, strict=True):
             result[row] = logprobs
     return result
 
 
-def logprobs_of(logits: Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], each with the ``counts`` most likely ones."""
-    logprobs = logits.log_softmax(-1)
+def logprobs_of(
+    logits: Tensor, tokens: list[int], counts: list[int], named: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], each with the ``counts`` most likely ones, of
+    which -1 are all, or with itself and those that are ``named`` for its row."""
+    logprobs, vocab = logits.log_softmax(-1), logits.shape[-1]
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1).tolist()
-    values, ids = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
-    return [
+    counts = [vocab if count == -1 else min(count, vocab) for count in counts]
+    values, ids = logprobs.topk(max(counts), dim=-1)
+    steps = [
         TokenLogprobs(token, value, dict(zip(row_ids[:count], row_values[:count], strict=True)))
         for token, value, count, row_ids, row_values in zip(
             tokens, chosen, counts, ids.tolist(), values.tolist(), strict=True
         )
     ]
+    for row, others in enumerate(named):
+        if others:
+            known = logprobs[row, torch.tensor(others, device=logits.device)].tolist()
+            steps[row].top.update({tokens[row]: chosen[row], **dict(zip(others, known, strict=True))})
+    return steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import secrets
@@ -152,6 +153,11 @@ class EngineClient:
     def describe(self) -> list[str]:
         """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""
         return self._facts.notes
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that are others where the model's name or a setting is another."""
+        return hashlib.sha256(f"{self._facts.model_name} {self._facts.config!r}".encode()).hexdigest()[:8]
 
     @property
     def is_alive(self) -> bool:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Compile, Match
-from shadowkv.engine.structured.grammar_text import grammar_kind
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema
+from shadowkv.grammar_text import grammar_kind
 
 if TYPE_CHECKING:
     import xgrammar

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from shadowkv.engine.request import RequestError, SchemaTimeout
-from shadowkv.engine.structured.grammar_text import grammar_kind
+from shadowkv.grammar_text import grammar_kind
 
 ANY_JSON: dict[str, Any] = {}
 """The schema that any JSON object or value satisfies."""

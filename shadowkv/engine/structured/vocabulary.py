@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shadowkv.engine.structured.grammar_text import choice_grammar, grammar_kind
 from shadowkv.engine.structured.json_schema import check_schema, compiler_reason
+from shadowkv.grammar_text import choice_grammar, grammar_kind
 
 if TYPE_CHECKING:
     import xgrammar

@@ -112,9 +112,11 @@ class Tokenizer:
 
     def use_template(self, source: str | None) -> None:
         """Gives it another chat template; raises ValueError where that is not valid."""
-        without_marks = self.chat_encoder.without_marks  # errors may quote a message
-        self._template = None if source is None else ChatTemplate(source, without_marks)
+        self._template = None if source is None else self._compiled(source)
         self.chat_template = source
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, self.chat_encoder.without_marks)  # errors may quote a message
 
     @property
     def vocab_size(self) -> int:
@@ -162,16 +164,23 @@ class Tokenizer:
         return DecodeStream(lambda ids: self.decode(ids, skip_special_tokens))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation; ``kwargs`` (``tools``, …) are passed to the template.
+        """Prompt text of a conversation, by ``chat_template`` instead of the model's own where it is given; ``kwargs``
+        (``tools``, …) are passed to the template.
 
-        Raises ValueError if the model has no template or the template refuses the messages.
+        Raises ValueError if there is no template, or it is not valid or refuses the messages.
         """
-        if self._template is None:
+        template = self._template if chat_template is None else self._compiled(chat_template)
+        if template is None:
             raise ValueError("this model has no chat template; send it a plain prompt")
         variables = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, "tools": None, **kwargs}
-        return self._template.render(messages, **variables)
+        return template.render(messages, **variables)
 
     def encode_chat(
         self,

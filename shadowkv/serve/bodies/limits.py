@@ -36,7 +36,7 @@ MAX_TOOLS, MAX_TOOLS_CHARS = 1_024, 2**20
 """Tools of one request (OpenAI: 128), and their length as JSON: all are in the prompt."""
 
 MAX_TEMPLATE_CHARS = 2**16
-"""Characters of ``chat_template_kwargs`` as JSON: they are a few switches."""
+"""Characters of ``chat_template_kwargs`` as JSON, which are a few switches, and of ``chat_template``."""
 
 MAX_NESTING = 100
 """Levels of tools, of a call's arguments and of ``chat_template_kwargs``, which templates traverse recursively."""
@@ -54,6 +54,12 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1_024
 
 MAX_STOP_TOKEN_IDS = 1_024
 """Stop token ids of a request; the server's model has a handful of its own."""
+
+MAX_ALLOWED_TOKEN_IDS = 2**18
+"""Token ids of ``allowed_token_ids``: no vocabulary has more."""
+
+MAX_BAD_WORDS = 256
+"""Texts of ``bad_words``: each is compared with the end of the answer at every step."""
 
 MAX_LOGIT_BIASES = 1_024
 """Entries of ``logit_bias`` (OpenAI: 300): each is added to the logits at every step."""

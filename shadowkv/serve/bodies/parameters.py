@@ -13,9 +13,11 @@ IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation", "provider_specific_fields", "verbosity")
     + ("guided_decoding_backend",)
+    # From vLLM: who asks, how many tokens a chunk of a stream has at least, and what is about images.
+    + ("session_id", "stream_interval", "ec_transfer_params", "mm_payload", "return_mm_kwargs")
 )
-"""Parameters that do not change the answer, and are not logged; the last one is added by LiteLLM to messages that it
-sends back."""
+"""Parameters that do not change the answer, and are not logged; ``provider_specific_fields`` is added by LiteLLM to
+messages that it sends back."""
 
 UNSUPPORTED = frozenset(
     # From the OpenAI API.
@@ -32,6 +34,8 @@ UNSUPPORTED = frozenset(
     + ("mm_processor_kwargs", "n_predict", "prompt_embeds", "prompt_logprobs", "reasoning_effort")
     + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
     + ("typical_p", "vllm_xargs", "xtc_probability")
+    + ("logprob_token_ids", "repetition_detection", "request_id", "truncation_side")
+    + ("guided_whitespace_pattern", "whitespace_pattern")
 )
 """Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
 
@@ -50,6 +54,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
+    "watermarking": (False,),
+    "include_reasoning": (True,),
     "return_selections": (False,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -74,10 +84,12 @@ RANGES: dict[str, dict[str, float]] = {
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "logprobs": {"minimum": 0, "maximum": 20},
-    "top_logprobs": {"minimum": 0, "maximum": 20},
+    "logprobs": {"minimum": -1},
+    "top_logprobs": {"minimum": -1},
+    "prompt_logprobs": {"minimum": -1},
 }
-"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
+"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once. How many
+log-probabilities there may be is up to the engine (``--max-logprobs``)."""
 
 logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
 

@@ -160,7 +160,7 @@ class Metrics(ConnectionMetrics):
                 self._begin(output)
             last, reason = now, output.finish_reason
             self._generated.inc(len(output.token_ids))
-            if reason in ("stop", "length"):
+            if reason in ("stop", "length", "repetition"):
                 times = output.times
                 self._whole.observe((times.last_token or now) - times.arrival)
 

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from shadowkv.installation import adding
+from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.text.tool_formats import (
     FORMATS,
     HARMONY,
@@ -84,6 +85,9 @@ class ServerSettings:
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         bad = [
@@ -162,6 +166,12 @@ class ServerSettings:
         """How the model writes calls, by flag or by its chat template; None if neither tells."""
         thoughts = HARMONY if self.reasoning_parser == HARMONY_THOUGHTS else None
         return tool_format(self.tool_call_parser or thoughts, template)
+
+    def check_trust(self, chat_template: str | None) -> None:
+        """Raises ApiError for a request with a chat template of its own where these are not trusted."""
+        if chat_template is not None and not self.trust_request_chat_template:
+            reason = "a chat template is a program, and this server runs none of its clients'"
+            raise ApiError(f"{reason} (--trust-request-chat-template)", param="chat_template")
 
     def check_template(self, template: str | None) -> None:
         """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format, and
@@ -277,8 +287,13 @@ class ServerSettings:
         group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
         text = "thoughts within <think> and </think> are told apart from the answer (default: only gpt-oss's)"
         group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
-        text = "do not start where it is not known how the model writes calls of tools"
-        group.add_argument("--enable-auto-tool-choice", action="store_true", default=None, help=text)
+        for flag, text in (
+            ("--enable-auto-tool-choice", "do not start where it is not known how the model writes calls of tools"),
+            ("--enable-force-include-usage", "every chunk of a stream has the token counts so far, asked for or not"),
+            ("--return-tokens-as-token-ids", "log-probabilities name tokens as token_id:ID instead of by their text"),
+            ("--trust-request-chat-template", "requests may have a chat_template, a program, of their own"),
+        ):
+            group.add_argument(flag, action="store_true", default=None, help=text)
 
 
 def _is_key(key: str) -> bool:

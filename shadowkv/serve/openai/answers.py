@@ -35,8 +35,8 @@ class KVTransfer(Answer):
     remote_snapshots: list[str]
 
 
-FinishReason = Literal["stop", "length"]
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "repetition"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 
 
 class LayerSelections(Answer):
@@ -77,7 +77,29 @@ class Generated(Answer, Generic[Kind, Choice]):
     model: str
     choices: list[Choice]
     usage: Usage
+    service_tier: None
+    system_fingerprint: str
     kv_transfer_params: KVTransfer | None = None
+
+
+class PromptLogprob(Answer):
+    """A token's log-probability at one place of a prompt; ``rank`` is null where it is not among the most likely ones
+    that are reported."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, one for each token of a prompt, of which the first has none."""
+
+
+class Ended(Answer):
+    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``."""
+
+    stop_reason: str | int | None
+    token_ids: list[int] | None
 
 
 class CompletionLogprobs(Answer):
@@ -89,13 +111,15 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(Ended):
     """One text."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
     selections: Selections = Field([])
 
 
@@ -145,11 +169,15 @@ class AssistantMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: None
+    audio: None
+    function_call: None
     tool_calls: list[ToolCall] = Field([])
+    reasoning: str | None
     reasoning_content: str = ""
 
 
-class ChatChoice(Answer):
+class ChatChoice(Ended):
     """One turn."""
 
     index: int
@@ -161,6 +189,9 @@ class ChatChoice(Answer):
 
 class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
     """Answer of ``/v1/chat/completions``."""
+
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class Tokenized(Answer):
@@ -196,3 +227,4 @@ class TokenizerInfo(BaseModel):
 
     eos_token: str | None
     vocab_size: int
+    tokenizer_class: str

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 def cache_routes(engine: EngineClient, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
     """The routes; their work is done off the event loop, and abandoned when the client hangs up."""
     router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
-    completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
+    completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
 
     async def save(body: SaveRequest) -> Saved:
+        settings.check_trust(body.chat_template)
         endpoint: Endpoint = completions if body.messages is None else chat_completions
         params = SamplingParams(max_tokens=1, temperature=0.0, cache_salt=body.cache_salt)
 

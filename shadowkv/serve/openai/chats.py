@@ -17,7 +17,7 @@ from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tokenization import check_length
-from shadowkv.serve.text.tool_formats import Listed, Named
+from shadowkv.serve.text.tool_formats import Listed, Named, ToolFormat
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
 END_TOKENS = 16
@@ -39,6 +39,7 @@ class Chat(Endpoint):
                 request.has_next_turn,
                 continue_final_message=request.continue_final_message,
                 parse_special=request.parse_special,
+                add_special_tokens=bool(request.add_special_tokens),
                 check=check,
                 **variables,
             )
@@ -47,14 +48,22 @@ class Chat(Endpoint):
             raise ApiError(str(error), param="messages") from error
 
     def opening(self, request: ChatRequest, prompt: list[int]) -> list[int]:
-        opening = None if self.tool_format is None else self.tool_format.opening
+        known = self.format_of(request)
+        opening = None if known is None else known.opening
         if opening is None or request.output_schema is None or not request.has_next_turn:
             return []
         return self.tokenizer.encode(opening(self._end(prompt)), add_special_tokens=False)
 
+    def format_of(self, request: ChatRequest) -> ToolFormat | None:
+        """How the model writes calls in answer to this request; None where that is unknown."""
+        if request.chat_template is not None:
+            return self.settings.tool_format(request.chat_template)
+        return self.tool_format
+
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
         """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
-        chosen, known = request.chosen_tools, self.tool_format
+        self.settings.check_trust(request.chat_template)
+        chosen, known = request.chosen_tools, self.format_of(request)
         if chosen.is_forced:
             new_id = call_id if known is None else known.new_id
             return Listed(new_id) if chosen.name is None else Named(chosen.name, new_id)
@@ -69,7 +78,8 @@ class Chat(Endpoint):
         return known.parser(known.new_id, request.tools)
 
     def reasoning_parser(self, request: ChatRequest, prompt: list[int]) -> ReasoningParser | None:
-        kind = None if self.tool_format is None else self.tool_format.reasoning
+        known = self.format_of(request)
+        kind = None if known is None else known.reasoning
         if self.settings.reasoning_parser is not None:
             kind = kind or ReasoningParser
         if kind is None or request.output_schema is not None:  # JSON has no room for thoughts
@@ -84,7 +94,7 @@ class Chat(Endpoint):
 
     def _has_own_format(self, request: ChatRequest) -> bool:
         """Whether an answer is in the model's format even where it calls nothing."""
-        known = self.tool_format
+        known = self.format_of(request)
         return known is not None and known.reasoning is not None and request.output_schema is None
 
 

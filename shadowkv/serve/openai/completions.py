@@ -7,18 +7,23 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, ClassVar
 
+from shadowkv import __version__
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.replies import Events
 from shadowkv.serve.openai.chats import Chat
 from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job, Piece
-from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs
+from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.text.tokenization import encode, too_long
 from shadowkv.serve.text.tool_parser import CallPart
 from shadowkv.wording import counted
+
+NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""What a message has not."""
 
 
 class Choices(Endpoint):
@@ -28,38 +33,82 @@ class Choices(Endpoint):
     chunk_kind: ClassVar[str]
 
     @abstractmethod
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, job: Job, piece: Piece) -> dict[str, Any]:
         """A whole choice."""
 
     @abstractmethod
-    def delta(self, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a choice, in a stream: one or more chunks."""
+    def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a choice, in a stream: its chunk, before which others may come that have nothing of it."""
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What a whole answer says beside its choices, and the first chunk of a stream."""
+        return {}
 
     async def answer(self, job: Job) -> dict[str, Any]:
         pieces = await job.joined_pieces()
 
-        def shape() -> list[dict[str, Any]]:
-            return [self.choice(piece) for piece in pieces]
+        def shape() -> dict[str, Any]:
+            return {"choices": [self.choice(job, piece) for piece in pieces], **self.about(job)}
 
         # Writing down the log-probabilities of a long prompt takes a while.
-        choices = await asyncio.to_thread(shape) if job.echo else shape()
-        return {**job.head(self.kind), "choices": choices, "usage": job.usage(), **job.remote_prefill.answer_field()}
+        shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
+        nulls = {"service_tier": None, "kv_transfer_params": None}
+        end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
+        return {**job.head(self.kind), **nulls, **shaped, **end}
 
     def stream(self, job: Job) -> Events:
         return Events(self._chunks(job))
 
     async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        head = job.head(self.chunk_kind) | ({"usage": None} if job.request.include_usage else {})
+        options, forced = job.request.stream_options, self.settings.enable_force_include_usage
+        with_usage = forced or (options is not None and options.include_usage)
+        continuous = forced or (with_usage and options is not None and options.continuous_usage_stats)
+        head = job.head(self.chunk_kind)
+        first: dict[str, Any] = self.about(job)
+
+        def usage(index: int, has_begun: bool = True) -> dict[str, Any]:
+            if not with_usage:
+                return {}
+            return {"usage": job.usage_of(index, has_begun) if continuous else None}
+
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
                 if piece.prompt_progress is not None:
-                    yield {**head, "choices": self.delta(piece), "prompt_progress": piece.prompt_progress}
+                    choices, progress = self.delta(job, piece), piece.prompt_progress
+                    yield {**head, **usage(piece.index), "choices": choices, "prompt_progress": progress}
                     continue
                 slow = piece.first and job.echo
-                for choice in await asyncio.to_thread(self.delta, piece) if slow else self.delta(piece):
-                    yield {**head, "choices": [choice]}
-        if job.request.include_usage:
-            yield {**head, "choices": [], "usage": job.usage()}
+                *begin, choice = await asyncio.to_thread(self.delta, job, piece) if slow else self.delta(job, piece)
+                for empty in begin:
+                    yield {**head, **usage(piece.index, has_begun=False), **first, "choices": [empty]}
+                    first = {}
+                is_last = piece.finish_reason is not None and not with_usage
+                last = {"system_fingerprint": fingerprint(job)} if is_last else {}
+                yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
+                first = {}
+        if with_usage:
+            yield {**head, "choices": [], "usage": job.usage(), "system_fingerprint": fingerprint(job)}
+
+    def as_ids(self, job: Job) -> bool:
+        """Whether log-probabilities have the ids of tokens instead of their texts."""
+        asked = job.request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if asked is None else asked
+
+
+def fingerprint(job: Job) -> str:
+    """``system_fingerprint``: another version, model or setting has another one."""
+    return f"shadowkv-{__version__}-{job.engine.fingerprint}"
+
+
+def token_ids_of(job: Job, piece: Piece) -> dict[str, Any]:
+    """A piece's token ids, where requested."""
+    return {"token_ids": list(piece.token_ids)} if job.request.return_token_ids else {}
+
+
+def end_of(piece: Piece) -> dict[str, Any]:
+    """Whether and why a choice ends with a piece."""
+    end: dict[str, Any] = {"finish_reason": piece.finish_reason}
+    return end if piece.finish_reason is None else {**end, "stop_reason": piece.stop_reason}
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:
@@ -85,9 +134,10 @@ class Completions(Choices):
             if not isinstance(prompt, str) and len(prompt) > limit:
                 reason = f"at most {counted(limit, 'token')} may come, but the prompt has {len(prompt)}"
                 raise too_long(reason, "prompt")
+        special = request.add_special_tokens is not False
         try:
             return [
-                encode(self.tokenizer, prompt, limit, "prompt") if isinstance(prompt, str) else prompt.tolist()
+                encode(self.tokenizer, prompt, limit, "prompt", special) if isinstance(prompt, str) else prompt.tolist()
                 for prompt in request.prompt
             ]
         except ValueError as error:  # text that is not valid UTF-8
@@ -96,25 +146,42 @@ class Completions(Choices):
     def echo(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str] | None:
         if not request.echo:
             return None
+        is_cut = request.truncate_prompt_tokens is not None
         pairs = zip(request.prompt, prompts, strict=True)
         return [
-            text if isinstance(text, str) else self.tokenizer.decode(ids, skip_special_tokens=False)
+            text
+            if isinstance(text, str) and not is_cut
+            else self.tokenizer.decode(ids, skip_special_tokens=isinstance(text, str))
             for text, ids in pairs
         ]
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, job: Job, piece: Piece) -> dict[str, Any]:
+        scores = job.prompt_scores.get(piece.index) if job.request.prompt_logprobs is not None else None
+        prompt = job.choices[piece.index].prompt_token_ids if job.request.return_token_ids else None
+        return {
+            **self._part(job, piece),
+            "token_ids": None,
+            **token_ids_of(job, piece),
+            "prompt_logprobs": None if scores is None else prompt_logprobs(self.tokenizer, scores),
+            "prompt_token_ids": prompt,
+        }
+
+    def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
+        with_prompt = piece.first and job.request.return_token_ids and piece.prompt_progress is None
+        prompt = {"prompt_token_ids": job.choices[piece.index].prompt_token_ids} if with_prompt else {}
+        return [{**self._part(job, piece), **token_ids_of(job, piece), **prompt}]
+
+    def _part(self, job: Job, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = completion_logprobs(self.tokenizer, piece.logprobs, piece.offset, self.as_ids(job))
         return {
             "index": piece.index,
             "text": piece.text,
-            "logprobs": None
-            if piece.logprobs is None
-            else completion_logprobs(self.tokenizer, piece.logprobs, piece.offset),
-            "finish_reason": piece.finish_reason,
+            "logprobs": logprobs,
+            **end_of(piece),
             **selections_of(piece),
         }
-
-    def delta(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self.choice(piece)]
 
 
 class ChatCompletions(Chat, Choices):
@@ -124,35 +191,62 @@ class ChatCompletions(Chat, Choices):
     request_type = ChatRequest
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    names = MappingProxyType({"logprobs": "top_logprobs"})
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+    def choice(self, job: Job, piece: Piece) -> dict[str, Any]:
+        request = _chat(job)
+        text = request.echoed + piece.text
+        message: dict[str, Any] = {"role": "assistant", "content": text, **NO_PARTS}
         if piece.thought:
-            message |= {"content": piece.text or None, "reasoning_content": piece.thought}
+            message |= {"content": text or None, **_thoughts(request, piece)}
         if piece.calls:
-            message |= {"content": piece.text or None, "tool_calls": [_call(part) for part in piece.calls]}
-        return self._with("message", message, piece)
+            message |= {"content": text or None, "tool_calls": [_call(part) for part in piece.calls]}
+        return {**self._with(job, "message", message, piece), "token_ids": None, **token_ids_of(job, piece)}
 
-    def delta(self, piece: Piece) -> list[dict[str, Any]]:
-        chunks = []
+    def about(self, job: Job) -> dict[str, Any]:
+        request, scores = _chat(job), job.prompt_scores.get(0)
+        names = () if request.stream else ("prompt_logprobs", "prompt_token_ids")
+        whole: dict[str, Any] = dict.fromkeys(names)
+        if request.prompt_logprobs is not None and scores is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(self.tokenizer, scores)
+        if request.return_token_ids:
+            whole["prompt_token_ids"] = job.choices[0].prompt_token_ids
+        return whole
+
+    def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
+        chunks, request = [], _chat(job)
         if piece.first:
-            chunks.append(self._with("delta", {"role": "assistant", "content": ""}, Piece(piece.index)))
+            for begun in ("", request.echoed)[: 2 if request.echoed else 1]:
+                chunks.append(self._with(job, "delta", {"role": "assistant", "content": begun}, Piece(piece.index)))
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.thought:
-            delta["reasoning_content"] = piece.thought
+            delta |= _thoughts(request, piece)
         if piece.calls:
             delta["tool_calls"] = [{"index": part.index, **_call(part)} for part in piece.calls]
-        chunks.append(self._with("delta", delta, piece))
+        chunks.append({**self._with(job, "delta", delta, piece), **token_ids_of(job, piece)})
         return chunks
 
-    def _with(self, key: str, value: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _with(self, job: Job, key: str, value: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = chat_logprobs(self.tokenizer, piece.logprobs, self.as_ids(job))
         return {
             "index": piece.index,
             key: value,
-            "logprobs": None if piece.logprobs is None else chat_logprobs(self.tokenizer, piece.logprobs),
-            "finish_reason": piece.finish_reason,
+            "logprobs": logprobs,
+            **end_of(piece),
             **selections_of(piece),
         }
+
+
+def _chat(job: Job) -> ChatRequest:
+    assert isinstance(job.request, ChatRequest)
+    return job.request
+
+
+def _thoughts(request: ChatRequest, piece: Piece) -> dict[str, str]:
+    """A piece's thoughts, by DeepSeek's name and by vLLM's, unless the request wants none."""
+    return {"reasoning_content": piece.thought, "reasoning": piece.thought} if request.include_reasoning else {}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
 from shadowkv.serve.text.reasoning import ReasoningParser
-from shadowkv.serve.text.tokenization import in_turn
+from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 from shadowkv.serve.text.tool_parser import ToolParser
 from shadowkv.wording import counted
 
@@ -62,8 +62,9 @@ class Endpoint(ABC):
         return body
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer: that of its request, if that has one."""
-        return f"{self.id_prefix}-{request_id or uuid.uuid4().hex}"
+        """The id of an answer: that in its body, or else that of its request, if it has one."""
+        own = body.request_id if isinstance(body, GenerationRequest) else None
+        return f"{self.id_prefix}-{own or request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
@@ -189,10 +190,12 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     name = endpoint.new_id(body, None if record is None else record.id)
 
     def encode() -> Job:
-        prompts = endpoint.prompts(request, engine.max_model_len)
+        is_cut = request.truncate_prompt_tokens is not None
+        limit = tokenize_limit(engine.max_model_len) if is_cut else engine.max_model_len
+        prompts = [request.truncated(prompt, engine.max_model_len) for prompt in endpoint.prompts(request, limit)]
         for prompt in prompts:
             prompt.extend(endpoint.opening(request, prompt))
-        skip = not endpoint.reads_special_tokens(request)
+        skip = request.skip_special_tokens and not endpoint.reads_special_tokens(request)
         choices = [
             engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner, tenant, body.priority)
             for prompt in prompts

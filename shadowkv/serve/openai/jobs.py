@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class Piece:
     thought: str = ""
     stop_string: str | None = None
     selections: Sequence[TokenSelections | None] | None = None
+    token_ids: Sequence[int] = ()
+    stop_reason: str | int | None = None
     prompt_progress: dict[str, int] | None = None
     """How far the prompt has come; such a piece has nothing else."""
 
@@ -56,6 +59,7 @@ class Job:
         body: the request as received.
         thinking_tokens: tokens of thoughts in all choices so far.
         last_outputs: the newest output of each choice, by its number.
+        prompt_scores: log-probabilities of the tokens of each choice's prompt, where they are requested.
     """
 
     engine: EngineClient
@@ -75,6 +79,7 @@ class Job:
     def __post_init__(self) -> None:
         self.remote_prefill = RemotePrefill(self.engine, self.request.kv_transfer_params)
         self.last_outputs: dict[int, TextOutput] = {}
+        self.prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
@@ -100,6 +105,8 @@ class Job:
                         continue
                     first = index not in self.last_outputs
                     self.last_outputs[index] = output
+                    if output.prompt_logprobs is not None:
+                        self.prompt_scores[index] = output.prompt_logprobs
                     yield index, self._with_prompt(index, output) if first else output
             except asyncio.TimeoutError:
                 raise DeadlineExceeded(TOO_LONG) from None
@@ -109,7 +116,8 @@ class Job:
         """A choice's first output, with the prompt prepended if it is to be echoed."""
         if self.echo is None:
             return output
-        steps = scored_prompt(self.choices[index].prompt_token_ids, output.prompt_logprobs)
+        most = self.choices[index].params.logprobs
+        steps = scored_prompt(self.choices[index].prompt_token_ids, output.prompt_logprobs, most)
         text = self.echo[index // self.request.n] + output.text
         return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
@@ -129,9 +137,11 @@ class Job:
                 if reasoning is not None and reasoning.is_thinking:
                     self.thinking_tokens += len(output.token_ids)
                 piece.selections = output.selections
-                has_content = piece.text or piece.thought or piece.calls or logprobs or piece.selections
+                ids = output.token_ids if self.request.return_token_ids else ()
+                has_content = piece.text or piece.thought or piece.calls or logprobs or piece.selections or ids
                 if not (has_content or piece.finish_reason):
                     continue
+                piece.token_ids, piece.stop_reason = ids, output.stop_reason
                 piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
                 offsets[index] = piece.offset + width(self.tokenizer, logprobs or [])
                 piece.logprobs, piece.stop_string = logprobs, output.stop_string
@@ -143,15 +153,19 @@ class Job:
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         selections: list[list[TokenSelections | None]] = [[] for _ in range(count)]
+        token_ids: list[list[int]] = [[] for _ in range(count)]
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
                 texts[index].append(output.text)
                 logprobs[index] += output.logprobs or ()
                 selections[index] += output.selections or ()
+                token_ids[index] += output.token_ids
         pieces = [
             self._read(index, "".join(texts[index]), self.last_outputs[index].finish_reason) for index in range(count)
         ]
         for piece in pieces:
+            piece.calls = _whole_calls(piece)
+            piece.token_ids, piece.stop_reason = token_ids[piece.index], self.last_outputs[piece.index].stop_reason
             piece.logprobs = logprobs[piece.index] if wants_logprobs else None
             piece.selections = selections[piece.index] if self.request.return_selections else None
         return pieces
@@ -171,18 +185,39 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """Token counts so far; the choices of one prompt share its tokens."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
-        prompt = sum(output.prompt_tokens for output in prompts)
-        completion = sum(output.completion_tokens for output in self.last_outputs.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
-        }
+        return _usage(prompts, self.last_outputs.values())
+
+    def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
+        """Token counts so far of one choice and its prompt, or where it has not ``has_begun`` of the prompt alone."""
+        outputs = [self.last_outputs[index]] if index in self.last_outputs else []
+        return _usage(outputs, outputs if has_begun else [])
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _usage(prompts: Iterable[TextOutput], answers: Iterable[TextOutput]) -> dict[str, Any]:
+    prompts = list(prompts)
+    prompt = sum(output.prompt_tokens for output in prompts)
+    completion = sum(output.completion_tokens for output in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
+    }
+
+
+def _whole_calls(piece: Piece) -> Sequence[CallPart]:
+    """The calls of a whole answer, without the last one where the answer was cut off in it."""
+    if not piece.calls or piece.finish_reason not in ("length", "repetition"):
+        return piece.calls
+    try:
+        json.loads(piece.calls[-1].arguments)
+    except ValueError:
+        return piece.calls[:-1]
+    return piece.calls
 
 
 def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.outputs import TokenLogprobs
@@ -26,46 +27,86 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return twice[len(once) :]
 
 
+def token_name(token_id: int) -> str:
+    """What stands for a token instead of its text where ``return_tokens_as_token_ids`` asks for that."""
+    return f"token_id:{token_id}"
+
+
 def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
     """Characters of the steps' tokens."""
     return sum(len(token_text(tokenizer, step.token_id)) for step in steps)
 
 
-def scored_prompt(token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None) -> list[TokenLogprobs]:
-    """A prompt's tokens as steps; one without a score (the first, which has nothing before it) gets NaN."""
+def scored_prompt(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None, most: int | None
+) -> list[TokenLogprobs]:
+    """A prompt's tokens as steps, with at most ``most`` alternatives, of which None and -1 are all; one without a score
+    (the first, which has nothing before it) gets NaN."""
     known = scores or [None] * len(token_ids)
-    return [step or TokenLogprobs(token, math.nan, {}) for token, step in zip(token_ids, known, strict=True)]
+    return [
+        TokenLogprobs(token, math.nan, {}) if step is None else _with_fewer(step, most)
+        for token, step in zip(token_ids, known, strict=True)
+    ]
 
 
-def completion_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """Shape of ``/v1/completions``; ``offset`` is where the first token begins in the text, in characters."""
-    tokens = [token_text(tokenizer, step.token_id) for step in steps]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+def _with_fewer(step: TokenLogprobs, most: int | None) -> TokenLogprobs:
+    if most is None or not 0 <= most < len(step.top):
+        return step
+    return TokenLogprobs(step.token_id, step.logprob, dict(islice(step.top.items(), most)))
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, scores: Sequence[TokenLogprobs | None]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's shape of a prompt's log-probabilities: by token id, the prompt's own token first. Its ``rank`` is null
+    where it is not among the reported most likely ones."""
+    return [None if step is None else _by_id(tokenizer, step) for step in scores]
+
+
+def _by_id(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, dict[str, Any]]:
+    ranks = {token: rank for rank, token in enumerate(step.top, 1)}
     return {
-        "tokens": tokens,
+        str(token): {
+            "logprob": max(logprob, LOWEST),
+            "rank": ranks.get(token),
+            "decoded_token": token_text(tokenizer, token),
+        }
+        for token, logprob in ({step.token_id: step.logprob} | step.top).items()
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int, as_ids: bool = False
+) -> dict[str, Any]:
+    """Shape of ``/v1/completions``; ``offset`` is where the first token begins in the text, in characters. With
+    ``as_ids`` tokens have ``token_name``."""
+    texts = [token_text(tokenizer, step.token_id) for step in steps]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": [token_name(step.token_id) for step in steps] if as_ids else texts,
         "token_logprobs": [None if math.isnan(step.logprob) else max(step.logprob, LOWEST) for step in steps],
-        "top_logprobs": [None if math.isnan(step.logprob) else _by_text(tokenizer, step) for step in steps],
+        "top_logprobs": [None if math.isnan(step.logprob) else _by_text(tokenizer, step, as_ids) for step in steps],
         "text_offset": offsets,
     }
 
 
-def _by_text(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, float]:
+def _by_text(tokenizer: Tokenizer, step: TokenLogprobs, as_ids: bool) -> dict[str, float]:
     likeliest: dict[str, float] = {}
     for token_id, logprob in ({step.token_id: step.logprob} | step.top).items():
-        text = token_text(tokenizer, token_id)
+        text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
         # Parts of characters share the text U+FFFD: the most likely one stands for them.
         likeliest[text] = max(logprob, likeliest.get(text, LOWEST))
     return likeliest
 
 
-def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Shape of ``/v1/chat/completions``."""
+def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
+    """Shape of ``/v1/chat/completions``; ``as_ids`` as in ``completion_logprobs``."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token_id)
+        text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
         # Part of a character: the text does not reveal its bytes, and the API allows null.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}

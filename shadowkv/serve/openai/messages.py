@@ -13,17 +13,17 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_T
 from shadowkv.serve.openai.documents import FilePart
 from shadowkv.serve.openai.tools import Tools
 from shadowkv.serve.openai.unions import union_by_type
-from shadowkv.serve.text.tool_formats import FORMATS, HARMONY
+from shadowkv.serve.text.tool_formats import FORMATS, HARMONY, names_tools
 
 RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special")
-    + ("check", "self")
+    + ("chat_template", "check", "self")
 )
 """Variables that a template gets in other ways, or not at all."""
 
 EXPLANATION = (
     "You can call tools. To do so, answer with nothing but a JSON list of the calls, each of which is an object with "
-    '"name" and "parameters". These are the tools:'
+    '"name" and "parameters". Where no tool is needed, answer in plain text. These are the tools:'
 )
 
 
@@ -85,14 +85,16 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One turn of a conversation; ``developer`` is OpenAI's newer name for ``system``."""
+    """One turn of a conversation; ``developer`` is OpenAI's newer name for ``system``. What other roles mean is up to
+    the chat template. ``reasoning`` is vLLM's newer name for ``reasoning_content``."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[Name, Field(min_length=1)]
     content: Annotated[Parts | None, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)] = None
     name: Name | None = None
     tool_calls: list[ToolCall] = Field([], max_length=MAX_MESSAGES, fail_fast=True)
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -100,8 +102,11 @@ class Message(Body):
             raise refusal("content", "content is required, but of an assistant's message with tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise refusal("tool_calls", f"tool_calls are of assistant messages, and this is a {self.role} message")
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise refusal("reasoning_content", f"assistants have reasoning_content, and this is a {self.role} message")
+        for name in ("reasoning_content", "reasoning"):
+            if getattr(self, name) is not None and self.role != "assistant":
+                raise refusal(name, f"assistants have {name}, and this is a {self.role} message")
+        if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
+            raise refusal("reasoning", "reasoning and reasoning_content differ; pass one of them")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             reason = "tool_call_id is required of tool messages, which answer the call of that id, and of no others"
             raise refusal("tool_call_id", reason)
@@ -113,7 +118,7 @@ class Message(Body):
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] or None,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
         }
         return {
             "role": "system" if self.role == "developer" else self.role,
@@ -132,7 +137,7 @@ def _within_limits(value: Any) -> Any:
         functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
         texts = contents + [part.get("text") for part in parts if isinstance(part, dict)]
         texts += [function.get("arguments") for function in functions]
-        texts += [message.get("reasoning_content") for message in messages]
+        texts += [message.get(name) for message in messages for name in ("reasoning_content", "reasoning")]
         at_most(MAX_MESSAGES, "content parts", len(parts))
         at_most(MAX_MESSAGES, "tool calls", len(calls))
         at_most(MAX_TEXT_CHARS, "characters", sum(len(text) for text in texts if isinstance(text, str)))
@@ -185,6 +190,7 @@ class Conversation(Body):
 
     messages: Turns | None = None
     tools: Tools = Field([])
+    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: Variables = Field({})
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
@@ -192,7 +198,7 @@ class Conversation(Body):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
-        for name in ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
+        for name in ("tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if self.messages is None and getattr(self, name):
                 raise refusal(name, f"{name} is for messages; leave it out, a prompt has no template")
         if self.continue_final_message:
@@ -232,13 +238,18 @@ class Conversation(Body):
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Messages, and the other variables, for a chat template (Jinja source)."""
+    """Messages, and the other variables, for the conversation's own chat template or else for ``template`` (Jinja
+    source)."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
+    variables = conversation.template_variables
+    if conversation.chat_template is not None:
+        template = conversation.chat_template
+        variables = {**variables, "chat_template": template}
     if FORMATS[HARMONY].is_in(template or ""):
         turns, tools = _harmony_turns(turns), [_described(tool) for tool in tools]
-    if "tool" in (template or ""):
-        return turns, {"tools": tools or None, **conversation.template_variables}
-    return in_words(turns, tools), conversation.template_variables
+    if names_tools(template):
+        return turns, {"tools": tools or None, **variables}
+    return in_words(turns, tools), variables
 
 
 def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:

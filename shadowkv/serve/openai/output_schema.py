@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from shadowkv.engine.structured.grammar_text import choice_text, grammar_text
 from shadowkv.engine.structured.json_schema import MAX_SCHEMA_CHARS
+from shadowkv.grammar_text import choice_text, grammar_text
 from shadowkv.serve.bodies.body import Body, at_most, parse_json, refusal, wrong
 from shadowkv.serve.openai.tools import Choice
 

@@ -13,16 +13,23 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
-from shadowkv.engine.sampling_params import SamplingParams, choice_seed
-from shadowkv.engine.structured.grammar_text import grammar_kind
+from shadowkv.engine.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    RepetitionDetectionParams,
+    SamplingParams,
+    choice_seed,
+)
+from shadowkv.grammar_text import grammar_kind
 from shadowkv.prefix_cache.protocol import SAVE_NAME, SNAPSHOT_NAME, check_save_name
-from shadowkv.serve.bodies.api_error import from_validation
+from shadowkv.serve.bodies.api_error import ApiError, from_validation
 from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
 from shadowkv.serve.bodies.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_NAME_CHARS,
@@ -105,9 +112,31 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class StreamOptions(Body):
-    """``stream_options``."""
+    """``stream_options``; the second needs the first, as in vLLM."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(Body):
+    """``repetition_detection``."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> RepetitionDetection:
+        _ = self.params
+        return self
+
+    @property
+    def params(self) -> RepetitionDetectionParams:
+        """The same for the engine; raises PydanticCustomError."""
+        try:
+            return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
+        except ValueError as error:
+            raise refusal(str(error).split("=")[0], str(error)) from error
 
 
 def _one_or_many(value: Any) -> Any:
@@ -195,9 +224,28 @@ class GenerationRequest(Sampling):
     return_selections: bool = SamplingParams.return_selections
     return_progress: bool = SamplingParams.return_progress
     kv_transfer_params: KVTransferParams | None = None
+    request_id: Name | None = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)
+    bad_words: list[Name] = Field([], max_length=MAX_BAD_WORDS, fail_fast=True)
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_PROMPT_TOKENS)
+    truncation_side: Literal["left", "right"] = "left"
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise refusal("prompt_logprobs", "prompt_logprobs are not part of a stream: leave one of them out")
+        if self.logprob_token_ids and self.alternatives is None:
+            raise refusal("logprob_token_ids", "logprob_token_ids is only allowed with logprobs")
+        if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
+            raise refusal("truncation_side", "truncation_side is only allowed with truncate_prompt_tokens")
         if self.best_of not in (None, self.n):
             raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
         if self.stream_options is not None and not self.stream:
@@ -224,7 +272,22 @@ class GenerationRequest(Sampling):
     @property
     def prompt_alternatives(self) -> int | None:
         """The same for the prompt's tokens."""
-        return None
+        return self.prompt_logprobs
+
+    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """A prompt's last tokens, or its first, as ``truncate_prompt_tokens`` says: -1 is as many as leave room for the
+        answer. Raises ApiError for more than the context has."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most > max_model_len:
+            reason = f"truncate_prompt_tokens={most} is more than the context of this model, {max_model_len} tokens"
+            raise ApiError(reason, param="truncate_prompt_tokens")
+        if most == -1:
+            most = max(1, max_model_len - (self.limit(1) or 1))
+        if self.truncation_side == "right":
+            return prompt[:most]
+        return prompt[max(0, len(prompt) - most) :]
 
     @property
     def output_schema(self) -> str | None:
@@ -259,11 +322,6 @@ class GenerationRequest(Sampling):
         return False
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def one_call(self) -> bool:
         """Whether a choice calls at most one tool."""
         return False
@@ -292,6 +350,9 @@ class GenerationRequest(Sampling):
             "grammar": None,
             kind: schema,
             "json_one_line": self.on_one_line,
+            "structured_outputs": None,
+            "logprob_token_ids": tuple(self.logprob_token_ids) if self.logprob_token_ids else None,
+            "repetition_detection": None if self.repetition_detection is None else self.repetition_detection.params,
             "return_progress": self.return_progress and self.stream,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
@@ -311,6 +372,13 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[str | Tokens], PlainValidator(prompts_of, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.logprob_token_ids and self.max_tokens == 0:
+            raise refusal("logprob_token_ids", "logprob_token_ids has no meaning with max_tokens=0: no token is chosen")
+        return self
 
     def limit(self, room: int | None) -> int | None:
         if self.max_tokens is not None:
@@ -323,8 +391,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_alternatives(self) -> int | None:
-        # Nothing is to be generated: the engine treats that as a request to score the prompt.
-        return (self.logprobs or 0) if self.echo and (self.logprobs is not None or self.max_tokens == 0) else None
+        if self.prompt_logprobs is not None or not self.echo:
+            return self.prompt_logprobs
+        # Where nothing is to be generated, the engine treats that as a request to score the prompt.
+        return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
 
 class ChatRequest(GenerationRequest, Conversation):
@@ -335,12 +405,16 @@ class ChatRequest(GenerationRequest, Conversation):
     parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
     parse_special: bool = False
+    add_special_tokens: bool = False
     logprobs: bool = False
     top_logprobs: int | None = None
+    include_reasoning: bool = True
+    echo: bool = False
+    verbosity: Literal["medium"] = "medium"
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
@@ -358,6 +432,12 @@ class ChatRequest(GenerationRequest, Conversation):
                 "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
             )
         return self
+
+    @property
+    def echoed(self) -> str:
+        """What ``echo`` puts before the answer: the last message, if that is the assistant's, too."""
+        last = self.messages[-1]
+        return last["content"] if self.echo and last["role"] == "assistant" else ""
 
     @property
     def chosen_tools(self) -> Choice:
@@ -455,6 +535,7 @@ class SaveRequest(RestoreRequest, Conversation):
         list[str | Tokens] | None, PlainValidator(_one_prompt, json_schema_input_type=Text | TokenPrompt)
     ] = None
     messages: Turns | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
     parse_special: bool = False
     cache_salt: Salt | None = None
 

@@ -29,7 +29,7 @@ UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/trans
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """``/v1/completions`` and ``/v1/chat/completions``."""
     router = APIRouter(route_class=BodyRoute)
-    completions, chats = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
+    completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
 
     @router.post(
         Completions.url, response_model=None, responses=responses(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM)
@@ -48,13 +48,14 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     return router
 
 
-def token_routes(engine: EngineClient, served_name: str) -> APIRouter:
+def token_routes(engine: EngineClient, served_name: str, settings: ServerSettings) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer. Their
     work, including the formatting of answers, is done in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> Response:
         param = "prompt" if body.prompt is not None else "messages"
+        settings.check_trust(body.chat_template)
         special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
         try:
             if text is None:
@@ -100,7 +101,8 @@ def token_routes(engine: EngineClient, served_name: str) -> APIRouter:
     @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
-        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}
+        about = {"vocab_size": tokenizer.vocab_size, "tokenizer_class": type(tokenizer).__name__}
+        return {"eos_token": None, **tokenizer.special_tokens, **about, **template}
 
     return router
 

@@ -90,6 +90,23 @@ class Listed(ToolParser):
         yield from self._calls(",")
 
 
+class Generic(ToolParser):
+    """A JSON list of ``{"name": …, "parameters": {…}}``, or one such object, which may be in a code block: what models
+    write whose templates know no tools, and which are told of them in words. Anything else is text."""
+
+    def _read(self) -> Reading[None]:
+        yield from self._blanks()
+        fenced = (yield from self._passed("```json")) or (yield from self._passed("```"))
+        listed = yield from self._passed("[")
+        if (yield from self._calls(",")):
+            if listed:
+                yield from self._passed("]")
+            if fenced:
+                yield from self._passed("```")
+            self._drop()
+        yield from self._rest()
+
+
 class Named(ToolParser):
     """The arguments of one function and nothing else: what a ``tool_choice`` that names it makes every model write.
 
@@ -157,11 +174,20 @@ FORMATS = {
     HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=opening),
 }
 
+GENERIC = ToolFormat(Generic, ())
+"""How models write calls whose chat template has no place for tools: as the system message asks them to."""
+
 REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
-    """The format with a name, or without one the chat template's; None if no known format is found."""
+    """The format with a name, or without one the chat template's; None if it has tools in an unknown format."""
     if name is not None:
         return FORMATS[name]
-    return next((known for known in FORMATS.values() if known.is_in(template or "")), None)
+    others = None if names_tools(template) else GENERIC
+    return next((known for known in FORMATS.values() if known.is_in(template or "")), others)
+
+
+def names_tools(template: str | None) -> bool:
+    """Whether a chat template (Jinja source) has a place for tools."""
+    return "tool" in (template or "")
