@@ -153,6 +153,9 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": ("[a-c]+", "(.{0,3}a?){0,20}", "("),
     "guided_choice": (["a", "b"], []),
     "guided_grammar": ('root ::= "a"', "x"),
+    "regex": ("[a-c]+", ""),
+    "ebnf": ('root ::= "a"', 1),
+    "json_schema": ({"type": "object"}, "{", []),
     "text": (
         {"format": {"type": "text"}},
         {"format": {"type": "json_object"}, "verbosity": "low"},

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from robustness.judging.rules import GUIDED, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+from robustness.judging.rules import OTHER_NAMES, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
@@ -117,7 +117,7 @@ class Judge:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
-        rules = [body[name] for name in ("structured_outputs", *GUIDED) if name in body]
+        rules = [body[name] for name in ("structured_outputs", *OTHER_NAMES) if name in body]
         formatted = body.get("response_format", {}).get("type", "text") != "text"
         constrained = bool(rules) or formatted
         last = (body["messages"][-1] if chat else {}).get("role")

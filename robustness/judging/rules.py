@@ -86,6 +86,7 @@ WITHOUT_EFFECT = frozenset(
 WITH_EFFECT = frozenset(
     ("grammar", "structured_outputs", "guided_json", "bad_words", "audio", "web_search_options", "mcp_servers")
     + ("truncate_prompt_tokens", "logits_processors", "previous_response_id", "conversation", "max_tokens")
+    + ("regex", "ebnf", "stop_regex", "json_schema", "input_ids", "lora_path", "samplers")
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -126,8 +127,11 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 def response_format(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("type") not in FORMATS:
         return False
-    named = value.get("json_schema")
-    return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
+    schemas = [value[name] for name in ("json_schema", "schema") if value.get(name) is not None]
+    if value["type"] not in ("json_object", "json_schema") or (value["type"] == "json_object" and not schemas):
+        return True
+    named = {"schema": value["schema"]} if value.get("schema") is not None else value.get("json_schema")
+    return len(schemas) == 1 and isinstance(named, dict) and schema(named.get("schema"))
 
 
 def json_object(value: Any) -> bool:
@@ -211,7 +215,11 @@ KINDS_OF_RULES: dict[str, Rule] = {
     "json_object": boolean,
     "structural_tag": either(rules_text, lambda value: isinstance(value, dict)),
 }
-GUIDED = {f"guided_{name}": KINDS_OF_RULES[name] for name in ("json", "regex", "choice", "grammar")}
+OTHER_NAMES = {
+    **{f"guided_{name}": KINDS_OF_RULES[name] for name in ("json", "regex", "choice", "grammar")},
+    **{"regex": rules_text, "ebnf": rules_text, "grammar": rules_text, "json_schema": schema_or_text},
+}
+"""Of ``structured_outputs``, in bodies themselves."""
 
 
 def shared_rules(model: str, vocab: int) -> dict[str, Rule]:
@@ -252,7 +260,7 @@ def sampling_rules(shared: dict[str, Rule]) -> dict[str, Rule]:
         "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
         "response_format": response_format,
         "structured_outputs": structured,
-        **GUIDED,
+        **OTHER_NAMES,
         "stream_options": fields({"include_usage": boolean}),
         "return_selections": boolean,
         "return_progress": boolean,

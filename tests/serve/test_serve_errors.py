@@ -21,7 +21,7 @@ UNSUPPORTED = {
     "response_format": {"type": "grammar"},
     "suffix": "x",
     "best_of": 2,
-    "grammar": "x",
+    "stop_regex": "x",
     "system": "x",
 }
 WRONG = {
