@@ -77,6 +77,10 @@ class Judge:
     def _response_contradiction(self, body: dict[str, Any]) -> str | None:
         """Contradictions in a request for a response."""
         form = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+        if body.get("background") and (body.get("stream") or body.get("store") is False):
+            return "in the background, and streamed or not kept"
+        if body.get("top_logprobs") and "message.output_text.logprobs" not in body.get("include", []):
+            return "top_logprobs without log-probabilities"
         return self._of_conversation(body, form in ("json_object", "json_schema"), body.get("tool_choice", "auto"))
 
     def _message_contradiction(self, body: dict[str, Any]) -> str | None:
@@ -252,6 +256,8 @@ def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str
 def _whole(path: str, answer: dict[str, Any]) -> str | None:
     if path == MESSAGES:
         return None if answer["type"] == "message" and answer["stop_reason"] in STOPS else "no message"
+    if answer["background"]:
+        return None if answer["status"] == "queued" and answer["usage"] is None else "no response at work"
     fine = answer["object"] == "response" and answer["status"] in ("completed", "incomplete") and answer["output"]
     usage = answer["usage"]
     return None if fine and usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"] else "no response"

@@ -322,13 +322,20 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "content",
         ),
         fields(
-            {"type": one_of("function_call"), "call_id": short(256), "name": short(256), "arguments": json_object},
+            {
+                "type": one_of("function_call"),
+                "call_id": short(256),
+                "name": short(256),
+                "namespace": short(256),
+                "arguments": json_object,
+            },
             *("type", "call_id", "name", "arguments"),
         ),
         fields({"type": one_of("function_call_output"), "call_id": short(256), "output": said}, "call_id", "output"),
         fields({"type": one_of("reasoning"), "content": anything, "summary": anything}, "type"),
     )
-    tool = fields({"type": one_of("function"), "name": short(256, least=1), "parameters": schema}, "type", "name")
+    function = fields({"type": one_of("function"), "name": short(256, least=1), "parameters": schema}, "type", "name")
+    namespace = {"type": one_of("namespace"), "name": short(256, least=1), "tools": some(function, 1)}
     return fields(
         {
             **sampling,
@@ -337,17 +344,19 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "max_output_tokens": integer(1),
             "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
             "text": fields({"format": text_format, "verbosity": one_of("low", "medium", "high")}),
-            "tools": some(tool),
+            "tools": some(either(function, fields(namespace, *namespace))),
             "tool_choice": either(
                 one_of("none", "auto", "required"), fields({"type": one_of("function"), "name": short(256)}, "name")
             ),
             "parallel_tool_calls": boolean,
             "reasoning": fields({"effort": EFFORT, "summary": one_of("auto", "concise", "detailed")}),
             "metadata": metadata,
-            "include": some(one_of("reasoning.encrypted_content")),
+            "include": some(one_of("reasoning.encrypted_content", "message.output_text.logprobs")),
             "store": boolean,
+            "background": boolean,
+            "return_progress": boolean,
             "max_tool_calls": integer(1),
-            "top_logprobs": integer(0, 0),
+            "top_logprobs": integer(0, 20),
             "safety_identifier": short(256),
             "prompt_cache_key": short(256),
             "previous_response_id": short(256),

@@ -33,6 +33,7 @@ from shadowkv.serve.openai.endpoint import Responder
 from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_routes
 from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
+from shadowkv.serve.responses.background import Background
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.storage.store import Store
 from shadowkv.serve.text.memory import give_back_large_blocks
@@ -79,6 +80,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with batches.running() if app.state.counts.is_first else nullcontext():
             yield
+        await background.close()
         await asyncio.to_thread(store.close)
         await drop()
         for served in engines.values():
@@ -97,7 +99,8 @@ def build_app(
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, messages_routes):
         app.include_router(routes(engine, settings, respond))
-    app.include_router(responses_routes(engine.tokenizer, settings, respond, store))
+    background = Background(store)
+    app.include_router(responses_routes(engine.tokenizer, settings, respond, store, background))
     for kept_routes in (file_routes, batch_routes, message_batch_routes):
         app.include_router(kept_routes(settings, store))
     app.include_router(page_assets())

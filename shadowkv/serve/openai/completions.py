@@ -74,7 +74,7 @@ class Completions(Choices):
 
     url = "/v1/completions"
     request_type = CompletionRequest
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
     def sizes(self, request: CompletionRequest) -> list[int]:
@@ -122,7 +122,7 @@ class ChatCompletions(Chat, Choices):
 
     url = "/v1/chat/completions"
     request_type = ChatRequest
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def choice(self, piece: Piece) -> dict[str, Any]:

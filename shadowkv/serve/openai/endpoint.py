@@ -63,7 +63,7 @@ class Endpoint(ABC):
 
     def new_id(self, body: Any, request_id: str | None) -> str:
         """The id of an answer: that of its request, if that has one."""
-        return f"{self.id_prefix}-{request_id or uuid.uuid4().hex}"
+        return f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
@@ -118,15 +118,9 @@ class Responder:
 
     async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
         """The answer, whole or as a stream, or the error."""
-        seconds = self.settings.request_timeout
-        deadline = time.monotonic() + seconds if seconds else None
 
         async def answer() -> Response:
-            name = body.model or self.served_name
-            if name not in self.engines:
-                name = self.served_name
-            job = await prepare(self.engines[name], endpoint, body, name, deadline)
-            job.metrics = self.metrics if name == self.served_name else None
+            job = await self.job(endpoint, body)
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
             content = await endpoint.answer(job)
@@ -134,6 +128,17 @@ class Responder:
             return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
 
         return await reply(request, answer)
+
+    async def job(self, endpoint: Endpoint, body: Sampling) -> Job:
+        """The request's job, not yet started; raises what ``prepare`` does."""
+        seconds = self.settings.request_timeout
+        name = body.model or self.served_name
+        if name not in self.engines:
+            name = self.served_name
+        deadline = time.monotonic() + seconds if seconds else None
+        job = await prepare(self.engines[name], endpoint, body, name, deadline)
+        job.metrics = self.metrics if name == self.served_name else None
+        return job
 
 
 def check_model(requested: str | None, model: str) -> None:
