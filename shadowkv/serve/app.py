@@ -22,7 +22,7 @@ from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath, Unprefixed
 from shadowkv.serve.http.routing import Application
 from shadowkv.serve.http.server import server_on
 from shadowkv.serve.http.settings import ServerSettings
@@ -130,6 +130,7 @@ def add_middleware(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+    app.add_middleware(Unprefixed)
     if settings.root_path:
         app.add_middleware(RootPath, root=settings.root_path)
 

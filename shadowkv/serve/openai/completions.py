@@ -7,18 +7,22 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import at_most, refusal
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_TEXT_CHARS
 from shadowkv.serve.http.replies import Events
 from shadowkv.serve.openai.chats import Chat
 from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs
+from shadowkv.serve.openai.messages import Turns
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.text.tokenization import encode, too_long
 from shadowkv.serve.text.tool_parser import CallPart
-from shadowkv.wording import counted
 
 
 class Choices(Endpoint):
@@ -83,8 +87,7 @@ class Completions(Choices):
     def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
         for prompt in request.prompt:
             if not isinstance(prompt, str) and len(prompt) > limit:
-                reason = f"at most {counted(limit, 'token')} may come, but the prompt has {len(prompt)}"
-                raise too_long(reason, "prompt")
+                raise too_long(f"the prompt has {len(prompt)}", "prompt", len(prompt), limit)
         try:
             return [
                 encode(self.tokenizer, prompt, limit, "prompt") if isinstance(prompt, str) else prompt.tolist()
@@ -121,7 +124,7 @@ class ChatCompletions(Chat, Choices):
     """The OpenAI API's chats."""
 
     url = "/v1/chat/completions"
-    request_type = ChatRequest
+    request_type: ClassVar[type[ChatRequest]] = ChatRequest
     id_prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
@@ -153,6 +156,59 @@ class ChatCompletions(Chat, Choices):
             "finish_reason": piece.finish_reason,
             **selections_of(piece),
         }
+
+
+def _few_messages(value: Any) -> Any:
+    if isinstance(value, list):
+        at_most(MAX_MESSAGES, "messages", sum(len(chat) for chat in value if isinstance(chat, list)))
+    return value
+
+
+class ChatBatchRequest(ChatRequest):
+    """Body of ``/v1/chat/completions/batch``: a chat's, but ``messages`` is a list of conversations."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[Turns, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        BeforeValidator(_few_messages),
+    ]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> ChatBatchRequest:
+        at_most(MAX_TEXT_CHARS, "characters", sum(chat.characters for chat in self.chats))
+        for name, fine in (("n", self.n == 1), ("stream", not self.stream), ("tools", not self.tools)):
+            if not fine:
+                reason = "a batch of chats has one choice for each conversation, whole, without tools"
+                raise refusal(name, f"{name} is not supported here: {reason}")
+        return self
+
+    def _check_continued(self) -> None:
+        for chat in self.chats:
+            ChatRequest._check_continued(chat)
+
+    @property
+    def chats(self) -> list[ChatRequest]:
+        """Each conversation with the parameters of all."""
+        others = {name: getattr(self, name) for name in ChatRequest.model_fields if name != "messages"}
+        return [
+            ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # checked as part of this
+            for chat in self.messages
+        ]
+
+
+class ChatBatches(ChatCompletions):
+    """vLLM's batches of chats: one choice for each conversation."""
+
+    url = "/v1/chat/completions/batch"
+    request_type = ChatBatchRequest
+
+    def sizes(self, request: ChatRequest) -> list[int]:
+        assert isinstance(request, ChatBatchRequest)
+        return [chat.characters for chat in request.chats]
+
+    def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
+        assert isinstance(request, ChatBatchRequest)
+        return [prompt for chat in request.chats for prompt in super(ChatBatches, self).prompts(chat, limit)]
 
 
 def _call(part: CallPart) -> dict[str, Any]:

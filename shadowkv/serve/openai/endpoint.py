@@ -229,5 +229,7 @@ def engine_request(
         return engine.request(prompt, params, tenant, priority)
     except RequestError as error:
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
-        code = "context_length_exceeded" if too_long else None
-        raise ApiError(str(error), param=error.param, code=code) from error
+        if not too_long:
+            raise ApiError(str(error), param=error.param) from error
+        counts = {"n_prompt_tokens": len(prompt), "n_ctx": engine.max_model_len}
+        raise ApiError(str(error), param=error.param, code="context_length_exceeded", counts=counts) from error
