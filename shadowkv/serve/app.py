@@ -92,7 +92,8 @@ def build_app(
     app.state.bodies, app.state.documents, app.state.store, app.state.drop = bodies, documents, store, drop
     add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name))
-    metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
+    shared = app.state.counts.processes > 1
+    metrics = Metrics(engine, served_name, shared, settings.metrics_prefix)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
