@@ -15,7 +15,18 @@ from typing import Any
 
 import httpx
 
-from robustness.judging.rules import OTHER_NAMES, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+from robustness.judging.rules import (
+    CHAT_BATCH,
+    INVOCATIONS,
+    OTHER_NAMES,
+    Rule,
+    given,
+    integer,
+    loads,
+    route_rules,
+    some,
+    text,
+)
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
@@ -59,6 +70,7 @@ class Judge:
             body = loads(raw)
         except (ValueError, RecursionError):
             return "the body is not JSON"
+        path = _route(path, body)
         if not self.rules[path](body):
             return "a parameter's type or range"
         body = dict(given(body))
@@ -68,6 +80,9 @@ class Judge:
             return "parse_special for a prompt"
         if path == "/cache/save":
             return self._unsavable(body)
+        if path == CHAT_BATCH:
+            found = [self._contradiction({**body, "messages": chat}, True) for chat in body["messages"]]
+            return next(filter(None, found), None)
         if path.endswith("completions"):
             return self._contradiction(body, "messages" in body)
         if path == "/v1/responses":
@@ -160,7 +175,8 @@ class Judge:
             if response.status_code == 200:
                 return self._answer(path, None if path == FILES else loads(raw), response)
             error = loads(response.content)["error"]
-            if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+            counts = {"n_prompt_tokens", "n_ctx"} if error.get("code") == "context_length_exceeded" else {}
+            if {*error} - {*counts} != {"message", "type", "param", "code"} or not error["message"]:
                 return "an error of another shape"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
@@ -170,6 +186,7 @@ class Judge:
         return None if error["type"] == "invalid_request_error" else "an error of another type"
 
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
+        path = _route(path, body)
         if path == FILES:
             return None if loads(response.content)["id"].startswith("file-") else "no file"
         if path == "/detokenize":
@@ -193,7 +210,8 @@ class Judge:
             ends[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
             scores = choice["logprobs"] or {}
             steps[choice["index"]] += len(scores.get("tokens") or scores.get("content") or ())
-        count = (body.get("n") or 1) * (1 if path.endswith("chat/completions") else len(prompts(body)))
+        of_chats = {"/v1/chat/completions": 1, CHAT_BATCH: len(body.get("messages") or ())}
+        count = (body.get("n") or 1) * (of_chats[path] if path in of_chats else len(prompts(body)))
         if sorted(said) != list(range(count)) or not all(end in ENDS for end in ends.values()):
             return f"choices {sorted(said)} that end with {list(ends.values())}"
         if body.get("logprobs") not in (None, False) and min(steps.values()) == 0 and body.get("max_tokens") != 0:
@@ -207,6 +225,14 @@ class Judge:
                 if end == ["stop"] and not body.get("echo"):
                     loads(said[index].encode())  # raises if it cannot be read
         return None
+
+
+def _route(path: str, body: Any) -> str:
+    """The route that answers a body: ``/invocations`` has no answers of its own."""
+    if path != INVOCATIONS:
+        return path
+    is_chat = isinstance(body, dict) and body.get("messages") is not None
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 def prompts(body: dict[str, Any]) -> list[Any]:

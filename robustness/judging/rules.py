@@ -429,30 +429,34 @@ def message_requests(value: Any) -> bool:
     return some(one, 1, 10_000)(value) and len({request["custom_id"] for request in value}) == len(value)
 
 
+CHAT_BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+
+
 def route_rules(model: str, vocab: int) -> dict[str, Rule]:
     """By route, what a body has to be, parameter by parameter."""
     shared = shared_rules(model, vocab)
     named, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, vocab - 1)
     tokens = some(token, 1)
     prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
+    chat = {
+        **sampling,
+        **TEMPLATE,
+        "messages": some(MESSAGE, 1),
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": boolean,
+        "max_completion_tokens": integer(1),
+        "parse_special": boolean,
+        "logprobs": boolean,
+        "top_logprobs": integer(0, 20),
+    }
+    whole = {"n": integer(1, 1), "stream": lambda value: value is False, "tools": lambda value: value == []}
     return {
         "/v1/completions": fields(
             {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
         ),
-        "/v1/chat/completions": fields(
-            {
-                **sampling,
-                **TEMPLATE,
-                "messages": some(MESSAGE, 1),
-                "tool_choice": tool_choice,
-                "parallel_tool_calls": boolean,
-                "max_completion_tokens": integer(1),
-                "parse_special": boolean,
-                "logprobs": boolean,
-                "top_logprobs": integer(0, 20),
-            },
-            "messages",
-        ),
+        "/v1/chat/completions": fields(chat, "messages"),
+        CHAT_BATCH: fields({**chat, **whole, "messages": some(some(MESSAGE, 1), 1, 2048)}, "messages"),
+        INVOCATIONS: anything,  # the judge knows which of the two it is
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
         "/v1/messages/count_tokens": fields(

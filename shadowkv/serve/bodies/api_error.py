@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 TAG = "\0"
@@ -48,10 +47,10 @@ class ApiError(Exception):
         status: int = 400,
         param: str | None = None,
         code: str | None = None,
-        counts: Mapping[str, int] = MappingProxyType({}),
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.counts = counts
+        self.counts = dict(counts or {})
         self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
