@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from robustness.judging.judge import Judge
-from robustness.judging.rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
+from robustness.judging.rules import CHAT_BATCH, INVOCATIONS, NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from robustness.live_server import resident_bytes
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
@@ -153,6 +153,9 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": ("[a-c]+", "(.{0,3}a?){0,20}", "("),
     "guided_choice": (["a", "b"], []),
     "guided_grammar": ('root ::= "a"', "x"),
+    "regex": ("[a-c]+", ""),
+    "ebnf": ('root ::= "a"', 1),
+    "json_schema": ({"type": "object"}, "{", []),
     "text": (
         {"format": {"type": "text"}},
         {"format": {"type": "json_object"}, "verbosity": "low"},
@@ -203,6 +206,13 @@ class Case:
     raw: bytes
 
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LIKE = {CHAT_BATCH: (CHAT,), INVOCATIONS: (CHAT, TEXT)}
+"""Routes whose bodies are those of others, or nearly."""
+
+NOT_IN_BATCHES = ("n", "stream", "stream_options", "tools")
+
+
 class Cases:
     """Makes requests for every route that takes a body.
 
@@ -226,7 +236,12 @@ class Cases:
         path, content = rng.choice([*self.bodies.items(), *((UPLOAD, None) for _ in range(self.has_uploads))])
         if content is None:
             return self._upload()
+        if (like := LIKE.get(path)) is not None:
+            content = self.bodies[rng.choice(like)]
         tree = self._valid(content["schema"])
+        if path == CHAT_BATCH:
+            tree = {name: value for name, value in tree.items() if name not in NOT_IN_BATCHES}
+            tree["messages"] = [tree["messages"]] * rng.choice((1, 2))
         if path == "/cache/save" and "messages" not in tree and rng.random() < 0.5:
             tree["prompt"] = rng.choice(LONG_ENOUGH)
         for _ in range(rng.choice((0, 0, 0, 1, 1, 1, 2, 3))):

@@ -15,7 +15,18 @@ from typing import Any
 
 import httpx
 
-from robustness.judging.rules import GUIDED, Rule, given, integer, loads, route_rules, some, text  # fmt: skip
+from robustness.judging.rules import (
+    CHAT_BATCH,
+    INVOCATIONS,
+    OTHER_NAMES,
+    Rule,
+    given,
+    integer,
+    loads,
+    route_rules,
+    some,
+    text,
+)
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
@@ -59,6 +70,7 @@ class Judge:
             body = loads(raw)
         except (ValueError, RecursionError):
             return "the body is not JSON"
+        path = _route(path, body)
         if not self.rules[path](body):
             return "a parameter's type or range"
         body = dict(given(body))
@@ -68,6 +80,9 @@ class Judge:
             return "parse_special for a prompt"
         if path == "/cache/save":
             return self._unsavable(body)
+        if path == CHAT_BATCH:
+            found = [self._contradiction({**body, "messages": chat}, True) for chat in body["messages"]]
+            return next(filter(None, found), None)
         if path.endswith("completions"):
             return self._contradiction(body, "messages" in body)
         if path == "/v1/responses":
@@ -77,6 +92,10 @@ class Judge:
     def _response_contradiction(self, body: dict[str, Any]) -> str | None:
         """Contradictions in a request for a response."""
         form = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+        if body.get("background") and (body.get("stream") or body.get("store") is False):
+            return "in the background, and streamed or not kept"
+        if body.get("top_logprobs") and "message.output_text.logprobs" not in body.get("include", []):
+            return "top_logprobs without log-probabilities"
         return self._of_conversation(body, form in ("json_object", "json_schema"), body.get("tool_choice", "auto"))
 
     def _message_contradiction(self, body: dict[str, Any]) -> str | None:
@@ -117,7 +136,7 @@ class Judge:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
-        rules = [body[name] for name in ("structured_outputs", *GUIDED) if name in body]
+        rules = [body[name] for name in ("structured_outputs", *OTHER_NAMES) if name in body]
         formatted = body.get("response_format", {}).get("type", "text") != "text"
         constrained = bool(rules) or formatted
         last = (body["messages"][-1] if chat else {}).get("role")
@@ -156,7 +175,8 @@ class Judge:
             if response.status_code == 200:
                 return self._answer(path, None if path == FILES else loads(raw), response)
             error = loads(response.content)["error"]
-            if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+            counts = {"n_prompt_tokens", "n_ctx"} if error.get("code") == "context_length_exceeded" else {}
+            if {*error} - {*counts} != {"message", "type", "param", "code"} or not error["message"]:
                 return "an error of another shape"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
@@ -166,6 +186,7 @@ class Judge:
         return None if error["type"] == "invalid_request_error" else "an error of another type"
 
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
+        path = _route(path, body)
         if path == FILES:
             return None if loads(response.content)["id"].startswith("file-") else "no file"
         if path == "/detokenize":
@@ -189,7 +210,8 @@ class Judge:
             ends[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
             scores = choice["logprobs"] or {}
             steps[choice["index"]] += len(scores.get("tokens") or scores.get("content") or ())
-        count = (body.get("n") or 1) * (1 if path.endswith("chat/completions") else len(prompts(body)))
+        of_chats = {"/v1/chat/completions": 1, CHAT_BATCH: len(body.get("messages") or ())}
+        count = (body.get("n") or 1) * (of_chats[path] if path in of_chats else len(prompts(body)))
         if sorted(said) != list(range(count)) or not all(end in ENDS for end in ends.values()):
             return f"choices {sorted(said)} that end with {list(ends.values())}"
         if body.get("logprobs") not in (None, False) and min(steps.values()) == 0 and body.get("max_tokens") != 0:
@@ -203,6 +225,14 @@ class Judge:
                 if end == ["stop"] and not body.get("echo"):
                     loads(said[index].encode())  # raises if it cannot be read
         return None
+
+
+def _route(path: str, body: Any) -> str:
+    """The route that answers a body: ``/invocations`` has no answers of its own."""
+    if path != INVOCATIONS:
+        return path
+    is_chat = isinstance(body, dict) and body.get("messages") is not None
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 def prompts(body: dict[str, Any]) -> list[Any]:
@@ -252,6 +282,8 @@ def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str
 def _whole(path: str, answer: dict[str, Any]) -> str | None:
     if path == MESSAGES:
         return None if answer["type"] == "message" and answer["stop_reason"] in STOPS else "no message"
+    if answer["background"]:
+        return None if answer["status"] == "queued" and answer["usage"] is None else "no response at work"
     fine = answer["object"] == "response" and answer["status"] in ("completed", "incomplete") and answer["output"]
     usage = answer["usage"]
     return None if fine and usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"] else "no response"

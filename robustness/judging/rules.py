@@ -89,6 +89,7 @@ WITH_EFFECT = frozenset(
     + ("truncate_prompt_tokens", "logits_processors", "previous_response_id", "conversation", "max_tokens")
     + ("allowed_token_ids", "logprob_token_ids", "repetition_detection", "request_id", "truncation_side")
     + ("chat_template", "prompt_logprobs", "thinking_token_budget", "whitespace_pattern", "guided_whitespace_pattern")
+    + ("regex", "ebnf", "stop_regex", "json_schema", "input_ids", "lora_path", "samplers")
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -135,8 +136,11 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 def response_format(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("type") not in FORMATS:
         return False
-    named = value.get("json_schema")
-    return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
+    schemas = [value[name] for name in ("json_schema", "schema") if value.get(name) is not None]
+    if value["type"] not in ("json_object", "json_schema") or (value["type"] == "json_object" and not schemas):
+        return True
+    named = {"schema": value["schema"]} if value.get("schema") is not None else value.get("json_schema")
+    return len(schemas) == 1 and isinstance(named, dict) and schema(named.get("schema"))
 
 
 def json_object(value: Any) -> bool:
@@ -220,7 +224,11 @@ KINDS_OF_RULES: dict[str, Rule] = {
     "json_object": boolean,
     "structural_tag": either(rules_text, lambda value: isinstance(value, dict)),
 }
-GUIDED = {f"guided_{name}": KINDS_OF_RULES[name] for name in ("json", "regex", "choice", "grammar")}
+OTHER_NAMES = {
+    **{f"guided_{name}": KINDS_OF_RULES[name] for name in ("json", "regex", "choice", "grammar")},
+    **{"regex": rules_text, "ebnf": rules_text, "grammar": rules_text, "json_schema": schema_or_text},
+}
+"""Of ``structured_outputs``, in bodies themselves."""
 
 
 def shared_rules(model: str, vocab: int) -> dict[str, Rule]:
@@ -262,7 +270,7 @@ def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
         "response_format": response_format,
         "structured_outputs": structured,
-        **GUIDED,
+        **OTHER_NAMES,
         "stream_options": fields({"include_usage": boolean, "continuous_usage_stats": boolean}),
         "request_id": short(256),
         "allowed_token_ids": some(token, 1),
@@ -341,13 +349,20 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "content",
         ),
         fields(
-            {"type": one_of("function_call"), "call_id": short(256), "name": short(256), "arguments": json_object},
+            {
+                "type": one_of("function_call"),
+                "call_id": short(256),
+                "name": short(256),
+                "namespace": short(256),
+                "arguments": json_object,
+            },
             *("type", "call_id", "name", "arguments"),
         ),
         fields({"type": one_of("function_call_output"), "call_id": short(256), "output": said}, "call_id", "output"),
         fields({"type": one_of("reasoning"), "content": anything, "summary": anything}, "type"),
     )
-    tool = fields({"type": one_of("function"), "name": short(256, least=1), "parameters": schema}, "type", "name")
+    function = fields({"type": one_of("function"), "name": short(256, least=1), "parameters": schema}, "type", "name")
+    namespace = {"type": one_of("namespace"), "name": short(256, least=1), "tools": some(function, 1)}
     return fields(
         {
             **sampling,
@@ -356,17 +371,19 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "max_output_tokens": integer(1),
             "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
             "text": fields({"format": text_format, "verbosity": one_of("low", "medium", "high")}),
-            "tools": some(tool),
+            "tools": some(either(function, fields(namespace, *namespace))),
             "tool_choice": either(
                 one_of("none", "auto", "required"), fields({"type": one_of("function"), "name": short(256)}, "name")
             ),
             "parallel_tool_calls": boolean,
             "reasoning": fields({"effort": EFFORT, "summary": one_of("auto", "concise", "detailed")}),
             "metadata": metadata,
-            "include": some(one_of("reasoning.encrypted_content")),
+            "include": some(one_of("reasoning.encrypted_content", "message.output_text.logprobs")),
             "store": boolean,
+            "background": boolean,
+            "return_progress": boolean,
             "max_tool_calls": integer(1),
-            "top_logprobs": integer(0, 0),
+            "top_logprobs": integer(0, 20),
             "safety_identifier": short(256),
             "prompt_cache_key": short(256),
             "previous_response_id": short(256),
@@ -439,30 +456,34 @@ def message_requests(value: Any) -> bool:
     return some(one, 1, 10_000)(value) and len({request["custom_id"] for request in value}) == len(value)
 
 
+CHAT_BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+
+
 def route_rules(model: str, vocab: int) -> dict[str, Rule]:
     """By route, what a body has to be, parameter by parameter."""
     shared = shared_rules(model, vocab)
     named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
     tokens = some(token, 1)
     prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
+    chat = {
+        **sampling,
+        **TEMPLATE,
+        "messages": some(MESSAGE, 1),
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": boolean,
+        "max_completion_tokens": integer(1),
+        "parse_special": boolean,
+        "logprobs": boolean,
+        "top_logprobs": integer(0, 20),
+        "include_reasoning": boolean,
+        "verbosity": one_of("medium"),
+    }
+    whole = {"n": integer(1, 1), "stream": lambda value: value is False, "tools": lambda value: value == []}
     return {
         "/v1/completions": fields({**sampling, "prompt": prompt, "logprobs": integer(0, 20)}, "prompt"),
-        "/v1/chat/completions": fields(
-            {
-                **sampling,
-                **TEMPLATE,
-                "messages": some(MESSAGE, 1),
-                "tool_choice": tool_choice,
-                "parallel_tool_calls": boolean,
-                "max_completion_tokens": integer(1),
-                "parse_special": boolean,
-                "logprobs": boolean,
-                "top_logprobs": integer(0, 20),
-                "include_reasoning": boolean,
-                "verbosity": one_of("medium"),
-            },
-            "messages",
-        ),
+        "/v1/chat/completions": fields(chat, "messages"),
+        CHAT_BATCH: fields({**chat, **whole, "messages": some(some(MESSAGE, 1), 1, 2048)}, "messages"),
+        INVOCATIONS: anything,  # the judge knows which of the two it is
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
         "/v1/messages/count_tokens": fields(

@@ -110,7 +110,7 @@ FLAGS = (
     _no_effect("--disable-log-stats", words="figures are at /metrics and never logged", values=0),
     _no_effect("--enable-log-requests", words="always on; --disable-log-requests turns it off", values=0),
     _no_effect("--max-log-len", words="prompts are never logged"),
-    _no_effect("--enable-server-load-tracking", words="always on: the same figures are at /metrics", values=0),
+    _no_effect("--enable-server-load-tracking", words="always on: /load says the load", values=0),
     _no_effect("--collect-detailed-traces", words="--otlp-traces-endpoint has a request's times", values="+"),
     _no_effect("--disable-fastapi-docs", words="/docs describes the API and nothing of the server's", values=0),
     _no_effect("--h11-max-header-count", words="--h11-max-incomplete-event-size limits headers by their bytes"),

@@ -66,7 +66,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
     # The API's documentation comes from the replicas, too.
     app = FastAPI(openapi_url=None, lifespan=lifespan)
-    app.state.settings, app.state.metrics = settings, ConnectionMetrics(model)
+    app.state.settings, app.state.metrics = settings, ConnectionMetrics(model, prefix=settings.metrics_prefix)
     add_middleware(app, settings)
     handle_errors(app)
     app.router.default = front.forward

@@ -22,7 +22,7 @@ from shadowkv.serve.bodies.reader import BodyReader
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.errors import handle_errors
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath
+from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath, Unprefixed
 from shadowkv.serve.http.routing import Application
 from shadowkv.serve.http.server import server_on
 from shadowkv.serve.http.settings import ServerSettings
@@ -33,6 +33,7 @@ from shadowkv.serve.openai.endpoint import Responder
 from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_routes
 from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
+from shadowkv.serve.responses.background import Background
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.storage.store import Store
 from shadowkv.serve.text.memory import give_back_large_blocks
@@ -79,6 +80,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with batches.running() if app.state.counts.is_first else nullcontext():
             yield
+        await background.close()
         await asyncio.to_thread(store.close)
         await drop()
         for served in engines.values():
@@ -90,14 +92,16 @@ def build_app(
     app.state.bodies, app.state.documents, app.state.store, app.state.drop = bodies, documents, store, drop
     add_middleware(app, settings, tracing, counts)
     app.include_router(token_routes(engine, served_name, settings))
-    metrics = Metrics(engine, served_name, shared=app.state.counts.processes > 1)
+    shared = app.state.counts.processes > 1
+    metrics = Metrics(engine, served_name, shared, settings.metrics_prefix)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, messages_routes):
         app.include_router(routes(engine, settings, respond))
-    app.include_router(responses_routes(engine.tokenizer, settings, respond, store))
+    background = Background(store)
+    app.include_router(responses_routes(engine.tokenizer, settings, respond, store, background))
     for kept_routes in (file_routes, batch_routes, message_batch_routes):
         app.include_router(kept_routes(settings, store))
     app.include_router(page_assets())
@@ -127,6 +131,7 @@ def add_middleware(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+    app.add_middleware(Unprefixed)
     if settings.root_path:
         app.add_middleware(RootPath, root=settings.root_path)
 

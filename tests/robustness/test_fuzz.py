@@ -90,7 +90,7 @@ def test_sense(path, body):
     {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}}, {"stop": ""}, {"stop_token_ids": [256]}, {"seed": 2**63},
     {"stop": ["x"] * 65}, {"stop": "x" * 1025}, {"stop_token_ids": [1] * 1025}, {"prompt": ["a"] * 2049},
     {"best_of": 2}, {"stream_options": {}}, {"stream": 1}, {"response_format": {"type": "json_schema"}}, {"model": "x"},
-    {"grammar": "x"}, {"tools": [1]}, {"length_penalty": True}, {"logprobs": 21}, {"echo": None, "prompt": ""},
+    {"stop_regex": "x"}, {"tools": [1]}, {"length_penalty": True}, {"logprobs": 21}, {"echo": None, "prompt": ""},
     {"prompt": "a" * 128}, {"prompt": []}, {"prompt": [256]}, {"prompt": [1, "a"], "n": []}, {"prompt": "\ud800"},
     {"response_format": {"type": "json_object"}, "ignore_eos": True},
 ])  # fmt: skip

@@ -240,7 +240,7 @@ class FakeEngine:
                     error="not finite" if failed else None,
                     prompt_tokens=len(prompt_token_ids),
                     completion_tokens=count,
-                    cached_tokens=2,
+                    cached_tokens=min(2, len(prompt_token_ids)),
                     times=times,
                     prompt_logprobs=scores if count == 1 else None,
                     stop_string=self.stop_string if finish == "stop" else None,

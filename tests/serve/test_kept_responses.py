@@ -89,7 +89,7 @@ def test_what_is_not_to_be_kept_is_not(send, engine):
     assert response["store"] is False and send("GET", f"{URL}/{response['id']}").status_code == 404
     off = client_of(engine, storage_mib=0)
     assert ask(off).json()["store"] is False
-    assert error_of(ask(off, previous_response_id="resp-1"), 400)["code"] == "not_kept"
+    assert error_of(ask(off, previous_response_id="resp_1"), 400)["code"] == "not_kept"
     off.app.state.bodies.close()
     off.app.state.store.close()
 
@@ -115,7 +115,7 @@ def test_a_request_id_that_is_sent_again_replaces_nothing(send):
     for id, text in zip(ids, ("Rome?", "Oslo?"), strict=True):
         assert send("GET", f"{URL}/{id}/input_items").json()["data"][0]["content"] == text
     answer = send("POST", URL, json={"input": "Hi", "store": False}, headers=headers)
-    assert answer.json()["id"] == "resp-same"
+    assert answer.json()["id"] == "resp_same"
 
 
 def test_a_conversation_whose_beginning_is_gone_says_which_response_it_lacks(send):

@@ -22,6 +22,7 @@ from shadowkv.serve.responses.answers import Response
 URL = "/v1/responses"
 TOOL = {"type": "function", **WEATHER["function"]}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
+EARTH = {"type": "namespace", "name": "earth", "description": "Of the planet.", "tools": [TOOL]}
 ALL = f"<think>Hm.</think>{TEXT}"
 """Thoughts, text and a call."""
 
@@ -116,6 +117,56 @@ def test_thoughts_text_and_calls_are_items_whole_and_streamed(respond, parallel)
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == streamed["output"]
 
 
+def test_functions_in_namespaces_are_known_by_both_names(respond):
+    respond.engine.tokenizer.chat_template = "{{ tools }}"
+    earlier = {**CALL, "namespace": "earth"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    reply = '<tool_call>\n{"name": "earth__weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    items = [{"role": "user", "content": "Rome?"}, earlier, result]
+    answer = respond(reply, input=items, tools=[EARTH]).json()
+    messages, variables = respond.engine.tokenizer.rendered
+    assert messages[1]["tool_calls"][0]["function"]["name"] == "earth__weather"
+    assert [tool["function"]["name"] for tool in variables["tools"]] == ["earth__weather"]
+    (call,) = answer["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("earth", "weather", '{"city": "Oslo"}')
+    assert answer["tools"] == [{**EARTH, "tools": [{"strict": None, **TOOL}]}]
+    Response.model_validate(answer)
+    forced = {"type": "function", "name": "earth__weather"}
+    (call,) = respond('{"city": "Oslo"}', input="Oslo?", tools=[EARTH], tool_choice=forced).json()["output"]
+    assert (call["namespace"], call["name"]) == ("earth", "weather")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_of_the_text_alone(respond, stream):
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": len(ALL)}
+    answer = respond(ALL, input="Rome?", tools=[TOOL], stream=stream, **asked)
+    response = named_events(answer)[-1]["response"] if stream else answer.json()
+    Response.model_validate(response)
+    thought, message, _ = response["output"]
+    (part,) = message["content"]
+    assert "".join(score["token"] for score in part["logprobs"]).strip() == part["text"].strip() == "Let me look."
+    assert all(len(score["top_logprobs"]) == 2 for score in part["logprobs"])
+    assert "logprobs" not in thought["content"][0]
+    if stream:
+        deltas = [event for event in named_events(answer) if event["type"] == "response.output_text.delta"]
+        assert [score for event in deltas for score in event["logprobs"]] == part["logprobs"]
+
+
+def test_without_being_asked_there_are_no_log_probabilities(respond):
+    (message,) = respond(REPLY, input="Hi", top_logprobs=0).json()["output"]
+    assert message["content"][0]["logprobs"] == []
+
+
+def test_progress_comes_as_llama_cpp_has_it(respond):
+    events = named_events(respond(REPLY, input="A long text.", stream=True, return_progress=True))
+    told = [event for event in events if "prompt_progress" in event]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert told and {event["type"] for event in told} == {"response.in_progress"}
+    assert told[0]["prompt_progress"]["processed"] == 2
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert not any("prompt_progress" in event for event in named_events(respond(REPLY, input="Hi", stream=True)))
+
+
 def test_effort_is_told_to_the_template(respond):
     respond(REPLY, input="Hi", reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"a": 1})
     assert respond.engine.tokenizer.rendered[1] == {"reasoning_effort": "low", "a": 1}
@@ -132,14 +183,19 @@ WRONG = [
     ({"input": [{**CALL, "arguments": "["}]}, "input[0].arguments"),
     ({"input": [{"role": "assistant", "content": "the template refuses this"}]}, "input"),
     ({"conversation": "c"}, "conversation"),
-    ({"background": True}, "background"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "background"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "earth"}]}, "tools[0].tools"),
+    ({"tools": [{**TOOL, "name": "earth__weather"}, EARTH]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format"),

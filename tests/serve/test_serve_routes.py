@@ -9,11 +9,15 @@ from dataclasses import replace
 import httpx
 import pytest
 from fake_engine import REPLY
+from http_server import http_server
 from prometheus_client.parser import text_string_to_metric_families
 from test_serve_errors import error_of
 
 from shadowkv import __version__
 from shadowkv.engine.engine import EngineStats
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.wording import SettingsError
 
 
 def test_tokenize(call):
@@ -127,6 +131,40 @@ def test_metrics(post, call, engine):
     engine.is_alive = True
     post("completions", prompt="Hi", echo=True, max_tokens=0)  # is computed whole, without a look at the cache
     assert metrics(call)["prompt_tokens_total",] == metrics(call)["prefix_cache_queries_total",] + 3
+
+
+def test_metrics_of_requests_that_ended(post, call):
+    post("completions", prompt=["Hi", "HELLO"], n=2)
+    post("completions", prompt="Hi", max_tokens=3)
+    post("completions", prompt="FAIL")
+    found = metrics(call)
+    for name, mean in (("request_decode_time", 0.5), ("request_inference_time", 2.5)):
+        assert found[f"{name}_seconds_count",] == 5
+        assert found[f"{name}_seconds_sum",] == pytest.approx(5 * mean, rel=0.01)
+    assert found["request_time_per_output_token_seconds_count",] == 5
+    per_token = 0.5 * (4 / (len(REPLY) - 1) + 1 / 2)
+    assert found["request_time_per_output_token_seconds_sum",] == pytest.approx(per_token, rel=0.01)
+    assert found["request_prompt_tokens_sum",] == 2 * 3 + 2 * 6 + 3
+    assert found["request_generation_tokens_sum",] == 4 * len(REPLY) + 3
+    assert found["request_prefill_kv_computed_tokens_sum",] == found["request_prompt_tokens_sum",] - 5 * 2
+    assert (found["request_params_n_count",], found["request_params_n_sum",]) == (3, 4)
+    assert (found["request_params_max_tokens_count",], found["request_params_max_tokens_sum",]) == (3, 16 + 3 + 16)
+    cached, computed = (found["prompt_tokens_by_source_total", name] for name in ("local_cache_hit", "local_compute"))
+    assert cached == found["prompt_tokens_cached_total",] == 2 * 6
+    assert cached + computed == found["prompt_tokens_total",]
+    assert found["num_preemptions_total",] == 0
+
+
+def test_metrics_may_have_vllms_names(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(metrics_prefix="vllm"))) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}).is_success
+        page = httpx.get(f"{url}/metrics").text
+        figures = httpx.get(f"{url}/page/stats").json()
+    assert 'vllm:prompt_tokens_total{model_name="fake"} 3.0' in page and "vllm:num_requests_running{" in page
+    assert "shadowkv:" not in page
+    assert figures["prompt_tokens"] == 3
+    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm"):
+        ServerSettings(metrics_prefix="x")
 
 
 PREFIXES = {

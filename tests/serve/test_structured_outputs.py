@@ -1,4 +1,5 @@
-"""vLLM's ``structured_outputs`` and ``guided_*``: what the engine is told to follow, and what is refused."""
+"""``structured_outputs`` and its other names in vLLM, SGLang and llama.cpp: what the engine is told to follow, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -36,6 +37,24 @@ def test_rules_reach_the_engine(post, engine, endpoint, rules, text):
         assert engine.params[-1].rules == text
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ({"regex": "[a-c]+"}, "regex:[a-c]+"),
+        ({"ebnf": 'root ::= "a"'}, 'grammar:root ::= "a"'),
+        ({"grammar": 'root ::= "a"'}, 'grammar:root ::= "a"'),
+        ({"json_schema": SCHEMA}, json.dumps(SCHEMA)),
+        ({"json_schema": json.dumps(SCHEMA)}, json.dumps(SCHEMA)),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, json.dumps(SCHEMA)),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, json.dumps(SCHEMA)),
+    ],
+)
+def test_rules_by_the_names_of_sglang_and_llama_cpp(post, engine, endpoint, body, text):
+    assert post(endpoint, **body).is_success
+    assert engine.params[-1].rules == text
+
+
 def test_a_response_format_may_be_a_tag(post, engine):
     assert post("chat", response_format=TAG).is_success
     assert engine.params[-1].grammar == f"structural_tag:{json.dumps(TAG)}"
@@ -57,8 +76,17 @@ def test_white_space_can_be_turned_off(post, engine):
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": True}}, "structured_outputs.json"),
-        ({"guided_regex": "a", "guided_json": SCHEMA}, "structured_outputs"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "json_schema"),
+        ({"regex": ""}, "regex"),
+        ({"json_schema": "["}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}}, "response_format"),
+        ({"stop_regex": "a|b"}, "stop_regex"),
+        ({"no_stop_trim": True}, "no_stop_trim"),
+        ({"typical_p": 0.9}, "typical_p"),
         ({"guided_regex": "a", "tools": [WEATHER]}, "structured_outputs"),
         ({"guided_choice": "a"}, "guided_choice"),
     ],

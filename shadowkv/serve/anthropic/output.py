@@ -50,7 +50,7 @@ class MessageOutput:
             async for piece in pieces:
                 if not begun:
                     begun = True
-                    self.answer["usage"] = self._usage()
+                    self.answer["usage"] = {**self._usage(), "output_tokens": 0}  # none of which were sent yet
                     yield {"type": "message_start", "message": self.answer}
                     yield PING
                 for event in self._read(piece):

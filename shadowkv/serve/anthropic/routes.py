@@ -29,7 +29,7 @@ class Messages(EventChat):
 
     url = MESSAGES_URL
     request_type = MessagesRequest
-    id_prefix = "msg"
+    id_prefix = "msg_"
     names = NAMES
     sign_of_life = encoded_event(PING, named=True)
 

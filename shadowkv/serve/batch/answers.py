@@ -70,6 +70,8 @@ class LineAnswers:
             raise ApiError("stream is not supported in a batch", param="stream")
         if getattr(body, "previous_response_id", None) is not None:
             raise ApiError("a batch continues no responses: send the whole conversation", param="previous_response_id")
+        if getattr(body, "background", False):
+            raise ApiError("a batch is answered in the background as a whole: leave it out", param="background")
         job = await prepare(self._engine, endpoint, body, self._model)
         job.metrics = self._metrics
         return await endpoint.answer(job)

@@ -38,10 +38,19 @@ MAX_CHARS = 800
 
 
 class ApiError(Exception):
-    """A request that gets no answer, and the reason."""
+    """A request that gets no answer, and the reason; ``counts`` are fields of it that clients may calculate with."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.counts = dict(counts or {})
         self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
@@ -53,7 +62,7 @@ class ApiError(Exception):
         # Within a sentence, a name counts only if it cannot be an ordinary word.
         message = re.sub(r"^\w+|\b\w+_\w+\b", name, self.message)
         param = self.param and re.sub(r"^\w+", name, self.param)
-        return ApiError(message, status=self.status, param=param, code=self.code)
+        return ApiError(message, status=self.status, param=param, code=self.code, counts=self.counts)
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The response body, as clients of ``path`` expect it."""
@@ -61,7 +70,7 @@ class ApiError(Exception):
             kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.counts}}
 
 
 def server_stopping() -> ApiError:

@@ -28,14 +28,17 @@ UNSUPPORTED = frozenset(
     + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
     # From vLLM, llama.cpp and others, and from other routes here.
     + ("add_special_tokens", "parse_special")
-    + ("allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier", "dynatemp_range")
+    + ("allowed_token_ids", "bad_words", "chat_template", "documents")
     + ("grammar", "guided_choice", "guided_grammar", "guided_json")
-    + ("guided_regex", "json_schema", "logits_processors", "media_io_kwargs", "mirostat")
+    + ("guided_regex", "json_schema", "logits_processors", "media_io_kwargs")
     + ("mm_processor_kwargs", "n_predict", "prompt_embeds", "prompt_logprobs", "reasoning_effort")
-    + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
-    + ("typical_p", "vllm_xargs", "xtc_probability")
+    + ("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs")
+    + ("lora", "n_probs", "samplers", "t_max_predict_ms")
     + ("logprob_token_ids", "repetition_detection", "request_id", "truncation_side")
     + ("guided_whitespace_pattern", "whitespace_pattern")
+    # From SGLang.
+    + ("custom_logit_processor", "custom_params", "ebnf", "input_ids", "lora_path", "regex", "session_params")
+    + ("stop_regex",)
 )
 """Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
 
@@ -70,6 +73,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "tool_calls": ([],),
     "annotations": ([],),
+    # llama.cpp's samplers and their answers' details, which its clients name although they are off.
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "mirostat": (0,),
+    "post_sampling_probs": (False,),
+    "repeat_penalty": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_n_sigma": (-1, -1.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
+    # SGLang's.
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
 }
 """Unsupported parameters, and those of their values that have no effect."""
 

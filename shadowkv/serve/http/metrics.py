@@ -1,4 +1,4 @@
-"""Prometheus metrics, named like vLLM's with our prefix."""
+"""Prometheus metrics, named like vLLM's, with our prefix or with its own (``--metrics-prefix``)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from shadowkv.engine.outputs import TextOutput
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
+from shadowkv.serve.http.settings import METRICS_PREFIXES
 
 if TYPE_CHECKING:
     from shadowkv.engine.engine import EngineStats
@@ -41,6 +42,10 @@ PREFIX_COUNTERS = {
 }
 """For the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
 
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (1_000_000,)
+SOURCES = COMPUTED, CACHED = "local_compute", "local_cache_hit"
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
 FIGURES = {
     "prompt_tokens_total": "prompt_tokens",
     "generation_tokens_total": "generated_tokens",
@@ -64,9 +69,11 @@ class ConnectionMetrics:
 
     Args:
         shared: they are of all processes whose environment has one PROMETHEUS_MULTIPROC_DIR.
+        prefix: what all names but those of processes begin with.
     """
 
-    def __init__(self, model: str, shared: bool = False) -> None:
+    def __init__(self, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]) -> None:
+        self._prefix = prefix
         self.registry = self._shown = CollectorRegistry()
         self._together: MultiProcessCollector | None = None
         if shared:
@@ -75,15 +82,17 @@ class ConnectionMetrics:
         self._model = model
         text = "Connections that the server ended, by the limit that they went beyond."
         labels = ["model_name", "reason"]
-        self._cut = Counter("shadowkv:connections_cut", text, labels, registry=self.registry)
+        self._cut = Counter(f"{prefix}:connections_cut", text, labels, registry=self.registry)
         for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency", "server_stopping"):
             self._cut.labels(model, reason)
         text = "Connections that are open."
-        gauge = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum")
+        gauge = Gauge(
+            f"{prefix}:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum"
+        )
         self.connections = gauge.labels(model)
         text = "Requests by the status of their answers, without probes that were answered."
         labels = ["model_name", "status"]
-        self._requests = Counter("shadowkv:http_requests", text, labels, registry=self.registry)
+        self._requests = Counter(f"{prefix}:http_requests", text, labels, registry=self.registry)
         for status in (200, 500, 503):
             self._requests.labels(model, status)
 
@@ -103,19 +112,21 @@ class ConnectionMetrics:
 class Metrics(ConnectionMetrics):
     """One server's metrics, including those of its connections and, unless it has several, of its process for HTTP."""
 
-    def __init__(self, engine: EngineClient, model: str, shared: bool = False) -> None:
-        super().__init__(model, shared)
-        self._engine, self._figures = engine, _EngineFigures(engine.kv, model)
+    def __init__(
+        self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
+    ) -> None:
+        super().__init__(model, shared, prefix)
+        self._engine, self._figures = engine, _EngineFigures(engine.kv, model, prefix)
         self._shown.register(self._figures)
         if not shared:
             ProcessCollector(registry=self.registry)
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            made = Counter(f"shadowkv:{name}", text, ["model_name", *labels], registry=self.registry)
+            made = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self.registry)
             return made if labels else made.labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
-            full = f"shadowkv:{name}_seconds"
+            full = f"{prefix}:{name}"
             return Histogram(full, text, ["model_name"], buckets=buckets, registry=self.registry).labels(model)
 
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
@@ -125,11 +136,28 @@ class Metrics(ConnectionMetrics):
         self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(model, reason)
-        self._to_first = histogram("time_to_first_token", "From arrival in the engine to the first token.")
-        self._between = histogram("inter_token_latency", "Between two outputs of a request.", TOKEN_SECONDS)
-        self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
-        self._queue = histogram("request_queue_time", "From arrival in the engine to the start of prefill.")
-        self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
+        self._to_first = histogram("time_to_first_token_seconds", "From arrival in the engine to the first token.")
+        self._between = histogram("inter_token_latency_seconds", "Between two outputs of a request.", TOKEN_SECONDS)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival in the engine to the last token.")
+        self._queue = histogram("request_queue_time_seconds", "From arrival in the engine to the start of prefill.")
+        self._prefill = histogram("request_prefill_time_seconds", "From the start of prefill to the first token.")
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last one.")
+        self._inference = histogram("request_inference_time_seconds", "From the start of prefill to the last token.")
+        text = "From the first token to the last one, by the number of tokens after the first."
+        self._per_token = histogram("request_time_per_output_token_seconds", text, TOKEN_SECONDS)
+        self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request that ended.", TOKENS)
+        self._answers = histogram("request_generation_tokens", "Tokens generated for a request that ended.", TOKENS)
+        text = "Prompt tokens of a request that ended, without those found in the prefix cache."
+        self._computed = histogram("request_prefill_kv_computed_tokens", text, TOKENS)
+        self._asked_choices = histogram("request_params_n", "Choices that a request asks for, of each prompt.", CHOICES)
+        text = "Most tokens that a request asks for, where it says so."
+        self._asked_tokens = histogram("request_params_max_tokens", text, TOKENS)
+        self._cached = counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")
+        text = "Prompt tokens, by whether they were computed or found in the prefix cache."
+        self._by_source = counter("prompt_tokens_by_source", text, "source")
+        for source in SOURCES:
+            self._by_source.labels(model, source)
+        counter("num_preemptions", "Always 0: no sequence is ever preempted.")
 
     async def text(self) -> bytes:
         """The page; without the engine's figures where it is dead."""
@@ -140,7 +168,7 @@ class Metrics(ConnectionMetrics):
 
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
-        fields = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
+        fields = {f"{self._prefix}:{name}": field for name, field in FIGURES.items()}
         metrics = self._together or self.registry.restricted_registry(list(fields))
         samples = [sample for metric in metrics.collect() for sample in metric.samples]
         return {fields[sample.name]: sample.value for sample in samples if sample.name in fields}
@@ -161,8 +189,7 @@ class Metrics(ConnectionMetrics):
             last, reason = now, output.finish_reason
             self._generated.inc(len(output.token_ids))
             if reason in ("stop", "length", "repetition"):
-                times = output.times
-                self._whole.observe((times.last_token or now) - times.arrival)
+                self._end(output, now)
 
         try:
             yield see
@@ -176,8 +203,30 @@ class Metrics(ConnectionMetrics):
             if reason != "":
                 self._ended.labels(self._model, reason or "abort").inc()
 
+    def asked(self, choices: int, max_tokens: int | None) -> None:
+        """Counts what a request asks for: choices of each prompt, and most tokens of each."""
+        self._asked_choices.observe(choices)
+        if max_tokens is not None:
+            self._asked_tokens.observe(max_tokens)
+
+    def _end(self, output: TextOutput, now: float) -> None:
+        times = output.times
+        end = times.last_token or now
+        self._whole.observe(end - times.arrival)
+        self._prompts.observe(output.prompt_tokens)
+        self._answers.observe(output.completion_tokens)
+        self._computed.observe(output.prompt_tokens - output.cached_tokens)
+        if times.scheduled is not None and times.first_token is not None:
+            self._inference.observe(end - times.scheduled)
+            self._decode.observe(end - times.first_token)
+            if output.completion_tokens > 1:
+                self._per_token.observe((end - times.first_token) / (output.completion_tokens - 1))
+
     def _begin(self, output: TextOutput) -> None:
         self._prompt.inc(output.prompt_tokens)
+        self._cached.inc(output.cached_tokens)
+        self._by_source.labels(self._model, CACHED).inc(output.cached_tokens)
+        self._by_source.labels(self._model, COMPUTED).inc(output.prompt_tokens - output.cached_tokens)
         if output.prompt_logprobs is None:  # all of a scored prompt is computed
             self._queries.inc(output.prompt_tokens)
             self._hits.inc(output.cached_tokens)
@@ -195,13 +244,13 @@ class _EngineFigures(Collector):
         stats: what it has said last; without it there is none.
     """
 
-    def __init__(self, kv: str, model: str) -> None:
-        self._kv, self._model = kv, model
+    def __init__(self, kv: str, model: str, prefix: str) -> None:
+        self._kv, self._model, self._prefix = kv, model, prefix
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        info = GaugeMetricFamily("shadowkv:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
+        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
         info.add_metric([self._model, self._kv], 1)
         yield info
         if stats is None:
@@ -210,14 +259,14 @@ class _EngineFigures(Collector):
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
         ):
-            gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         for name, text in (
             ("used_bytes", "KV cache in use, finished sequences that are kept included."),
             ("total_bytes", "KV cache there is."),
         ):
-            gauge = GaugeMetricFamily(f"shadowkv:kv_cache_{name}", text, labels=["model_name", "tier"])
+            gauge = GaugeMetricFamily(f"{self._prefix}:kv_cache_{name}", text, labels=["model_name", "tier"])
             for tier, use in stats.tiers.items():
                 gauge.add_metric([self._model, tier], getattr(use, name))
             yield gauge
@@ -227,7 +276,7 @@ class _EngineFigures(Collector):
             ("kv_chunks_fetched", "Those that were not in the device's buffer.", fetches.fetched),
             ("kv_fetched_bytes", "Bytes of them, from host to device.", fetches.fetched_bytes),
         ):
-            counter = CounterMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
             yield counter
         yield from self._prefixes(stats.prefixes)
@@ -236,13 +285,15 @@ class _EngineFigures(Collector):
         """Metrics of the prefix cache, by tier."""
         for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
             for name, (field, text) in names.items():
-                family = kind(f"shadowkv:prefix_cache_{name}", text, labels=["model_name", "tier"])
+                family = kind(f"{self._prefix}:prefix_cache_{name}", text, labels=["model_name", "tier"])
                 for tier, stats in tiers.items():
                     if tier in TIERS_OF.get(name, tiers):
                         family.add_metric([self._model, tier], getattr(stats, field))
                 yield family
         text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
-        seconds = SummaryMetricFamily("shadowkv:prefix_cache_restore_seconds", text, labels=["model_name", "tier"])
+        seconds = SummaryMetricFamily(
+            f"{self._prefix}:prefix_cache_restore_seconds", text, labels=["model_name", "tier"]
+        )
         for tier in LOWER:
             if tier in tiers:
                 stats = tiers[tier]

@@ -36,7 +36,10 @@ logger = logging.getLogger("shadowkv.serve.request_log")  # the name that the lo
 MAX_FIELD_CHARS = 200
 """Limit for what a client influences: its address behind a proxy, the method and the path."""
 
-OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
+UNPREFIXED = re.compile(r"/(chat/completions|completions|models|responses)(/.*)?")
+"""Paths that are those of the OpenAI API but for the ``/v1`` before them."""
+
+OPEN_PATHS = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
 """Paths for probes and monitoring, which need no key."""
 
 STATS_PATH = "/page/stats"
@@ -136,6 +139,19 @@ class RootPath:
             scope = {**scope, "root_path": self._root}
             if path.startswith(f"{self._root}/"):
                 scope["path"] = path.removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
+class Unprefixed:
+    """ASGI middleware that serves some paths without their ``/v1``, too, as clients are made that expect llama.cpp or
+    have a base URL without it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and UNPREFIXED.fullmatch(scope["path"]):
+            scope = {**scope, "path": f"/v1{scope['path']}"}
         await self._app(scope, receive, send)
 
 

@@ -64,8 +64,6 @@ class _Request(Request):
                 raw.clear()  # FastAPI holds it until the answer is there
         if body is None:
             raise ClientDisconnect
-        if (named := getattr(body, "model", None)) is not None:
-            body.model = self.app.state.settings.first_name(named)
         return body
 
 
@@ -74,12 +72,15 @@ async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
     state = request.app.state
     bodies: BodyReader = state.bodies
     try:
-        return await bodies.read(raw, model, current_tenant())
+        body = await bodies.read(raw, model, current_tenant())
     except HasDocuments:
         documents: BodyReader = state.documents
         store: Store = state.store
         here = Attachments(store.folder_of(owner_of(request)))
-        return await documents.apart(raw, partial(read_body, model=model, documents=here), current_tenant())
+        body = await documents.apart(raw, partial(read_body, model=model, documents=here), current_tenant())
+    if (named := getattr(body, "model", None)) is not None:
+        body.model = state.settings.first_name(named)  # type: ignore[attr-defined]
+    return body
 
 
 class BodyRoute(APIRoute):
@@ -104,12 +105,14 @@ class Answer(BaseModel):
 
 
 class ErrorDetail(Answer):
-    """What is wrong."""
+    """What is wrong; the last two, which are llama.cpp's, are there if a prompt is too long for the context."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: str | None
     code: str | None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
 
 
 class Error(Answer):

@@ -26,6 +26,9 @@ from shadowkv.wording import SettingsError
 KEY_VARIABLE = "SHADOWKV_API_KEY"
 LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
 
+METRICS_PREFIXES = ("shadowkv", "vllm")
+"""What names of metrics may begin with: vLLM's, for dashboards and autoscalers that are made for it."""
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""
 
@@ -70,6 +73,7 @@ class ServerSettings:
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "warning"
     otlp_traces_endpoint: str | None = None
+    metrics_prefix: str = METRICS_PREFIXES[0]
     max_body_mib: float = 32.0
     request_timeout: float = 0.0
     shutdown_timeout: float = 10.0
@@ -118,6 +122,8 @@ class ServerSettings:
             bad.append(f"root_path={self.root_path!r} must begin with a slash and end without one, as /llm does")
         if self.uvicorn_log_level not in LOG_LEVELS:
             bad.append(f"uvicorn_log_level={self.uvicorn_log_level!r} must be one of {', '.join(LOG_LEVELS)}")
+        if self.metrics_prefix not in METRICS_PREFIXES:
+            bad.append(f"metrics_prefix={self.metrics_prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
@@ -264,6 +270,8 @@ class ServerSettings:
         group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, help=text)
         text = "OpenTelemetry collector that spans of requests go to, over HTTP (default: none)"
         group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
+        text = f"what names in /metrics begin with (default: {cls.metrics_prefix})"
+        group.add_argument("--metrics-prefix", choices=METRICS_PREFIXES, help=text)
         for flag, metavar, text in (
             ("--max-body-mib", "MIB", "longest request body"),
             ("--storage-mib", "MIB", "responses, files and batches kept for each API key, 0: none"),

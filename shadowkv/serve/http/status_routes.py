@@ -11,7 +11,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from shadowkv import __version__
+from shadowkv.engine.request import EngineDead
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.routing import Answer, responses
 
@@ -26,6 +28,8 @@ class ServedModel(Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
 
 
@@ -40,6 +44,12 @@ class Health(Answer):
     """Answer of ``/health``, with 503 where the engine is dead."""
 
     status: Literal["ok", "dead"]
+
+
+class Load(Answer):
+    """Answer of ``/load``: requests that are being answered or wait."""
+
+    server_load: int
 
 
 class Version(Answer):
@@ -57,7 +67,10 @@ def status_routes(engine: EngineClient, engines: Mapping[str, EngineClient], met
     """
     router = APIRouter()
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
-    models = {name: {"id": name, **about, "max_model_len": served.max_model_len} for name, served in engines.items()}
+    models = {
+        name: {"id": name, **about, "root": served.model_name, "parent": None, "max_model_len": served.max_model_len}
+        for name, served in engines.items()
+    }
 
     @router.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
     async def get_models() -> dict[str, Any]:
@@ -69,10 +82,20 @@ def status_routes(engine: EngineClient, engines: Mapping[str, EngineClient], met
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
         return models[name]
 
+    @router.get("/ping", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
+    @router.post("/ping", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     async def get_health() -> Response:
         alive = engine.is_alive
         return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
+
+    @router.get("/load", response_model=None, responses=responses(Load, 503))
+    async def get_load() -> dict[str, int]:
+        try:
+            stats = await engine.stats()
+        except EngineDead as error:
+            raise as_api_error(error) from error
+        return {"server_load": stats.running + stats.waiting}
 
     @router.get("/version", response_model=None, responses=responses(Version, 503))
     async def get_version() -> dict[str, str]:

@@ -8,19 +8,23 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from shadowkv import __version__
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import at_most, refusal
+from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_TEXT_CHARS
 from shadowkv.serve.http.replies import Events
 from shadowkv.serve.openai.chats import Chat
 from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from shadowkv.serve.openai.messages import Turns
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
 from shadowkv.serve.text.tokenization import encode, too_long
 from shadowkv.serve.text.tool_parser import CallPart
-from shadowkv.wording import counted
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 """What a message has not."""
@@ -123,7 +127,7 @@ class Completions(Choices):
 
     url = "/v1/completions"
     request_type = CompletionRequest
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
     def sizes(self, request: CompletionRequest) -> list[int]:
@@ -132,8 +136,7 @@ class Completions(Choices):
     def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
         for prompt in request.prompt:
             if not isinstance(prompt, str) and len(prompt) > limit:
-                reason = f"at most {counted(limit, 'token')} may come, but the prompt has {len(prompt)}"
-                raise too_long(reason, "prompt")
+                raise too_long(f"the prompt has {len(prompt)}", "prompt", len(prompt), limit)
         special = request.add_special_tokens is not False
         try:
             return [
@@ -188,8 +191,8 @@ class ChatCompletions(Chat, Choices):
     """The OpenAI API's chats."""
 
     url = "/v1/chat/completions"
-    request_type = ChatRequest
-    id_prefix = "chatcmpl"
+    request_type: ClassVar[type[ChatRequest]] = ChatRequest
+    id_prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     names = MappingProxyType({"logprobs": "top_logprobs"})
 
@@ -247,6 +250,59 @@ def _chat(job: Job) -> ChatRequest:
 def _thoughts(request: ChatRequest, piece: Piece) -> dict[str, str]:
     """A piece's thoughts, by DeepSeek's name and by vLLM's, unless the request wants none."""
     return {"reasoning_content": piece.thought, "reasoning": piece.thought} if request.include_reasoning else {}
+
+
+def _few_messages(value: Any) -> Any:
+    if isinstance(value, list):
+        at_most(MAX_MESSAGES, "messages", sum(len(chat) for chat in value if isinstance(chat, list)))
+    return value
+
+
+class ChatBatchRequest(ChatRequest):
+    """Body of ``/v1/chat/completions/batch``: a chat's, but ``messages`` is a list of conversations."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[Turns, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        BeforeValidator(_few_messages),
+    ]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> ChatBatchRequest:
+        at_most(MAX_TEXT_CHARS, "characters", sum(chat.characters for chat in self.chats))
+        for name, fine in (("n", self.n == 1), ("stream", not self.stream), ("tools", not self.tools)):
+            if not fine:
+                reason = "a batch of chats has one choice for each conversation, whole, without tools"
+                raise refusal(name, f"{name} is not supported here: {reason}")
+        return self
+
+    def _check_continued(self) -> None:
+        for chat in self.chats:
+            ChatRequest._check_continued(chat)
+
+    @property
+    def chats(self) -> list[ChatRequest]:
+        """Each conversation with the parameters of all."""
+        others = {name: getattr(self, name) for name in ChatRequest.model_fields if name != "messages"}
+        return [
+            ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # checked as part of this
+            for chat in self.messages
+        ]
+
+
+class ChatBatches(ChatCompletions):
+    """vLLM's batches of chats: one choice for each conversation."""
+
+    url = "/v1/chat/completions/batch"
+    request_type = ChatBatchRequest
+
+    def sizes(self, request: ChatRequest) -> list[int]:
+        assert isinstance(request, ChatBatchRequest)
+        return [chat.characters for chat in request.chats]
+
+    def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
+        assert isinstance(request, ChatBatchRequest)
+        return [prompt for chat in request.chats for prompt in super(ChatBatches, self).prompts(chat, limit)]
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Endpoint(ABC):
     def new_id(self, body: Any, request_id: str | None) -> str:
         """The id of an answer: that in its body, or else that of its request, if it has one."""
         own = body.request_id if isinstance(body, GenerationRequest) else None
-        return f"{self.id_prefix}-{own or request_id or uuid.uuid4().hex}"
+        return f"{self.id_prefix}{own or request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
@@ -119,15 +119,9 @@ class Responder:
 
     async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
         """The answer, whole or as a stream, or the error."""
-        seconds = self.settings.request_timeout
-        deadline = time.monotonic() + seconds if seconds else None
 
         async def answer() -> Response:
-            name = body.model or self.served_name
-            if name not in self.engines:
-                name = self.served_name
-            job = await prepare(self.engines[name], endpoint, body, name, deadline)
-            job.metrics = self.metrics if name == self.served_name else None
+            job = await self.job(endpoint, body)
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
             content = await endpoint.answer(job)
@@ -135,6 +129,17 @@ class Responder:
             return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
 
         return await reply(request, answer)
+
+    async def job(self, endpoint: Endpoint, body: Sampling) -> Job:
+        """The request's job, not yet started; raises what ``prepare`` does."""
+        seconds = self.settings.request_timeout
+        name = body.model or self.served_name
+        if name not in self.engines:
+            name = self.served_name
+        deadline = time.monotonic() + seconds if seconds else None
+        job = await prepare(self.engines[name], endpoint, body, name, deadline)
+        job.metrics = self.metrics if name == self.served_name else None
+        return job
 
 
 def check_model(requested: str | None, model: str) -> None:
@@ -227,5 +232,7 @@ def engine_request(
         return engine.request(prompt, params, tenant, priority)
     except RequestError as error:
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
-        code = "context_length_exceeded" if too_long else None
-        raise ApiError(str(error), param=error.param, code=code) from error
+        if not too_long:
+            raise ApiError(str(error), param=error.param) from error
+        counts = {"n_prompt_tokens": len(prompt), "n_ctx": engine.max_model_len}
+        raise ApiError(str(error), param=error.param, code="context_length_exceeded", counts=counts) from error

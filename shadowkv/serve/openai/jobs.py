@@ -90,6 +90,8 @@ class Job:
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
         async with AsyncExitStack() as stack:
             see = [stack.enter_context(self.metrics.observe()) for _ in self.choices if self.metrics is not None]
+            if self.metrics is not None:
+                self.metrics.asked(self.request.n, self.choices[0].params.max_tokens)
             outputs = await stack.enter_async_context(aclosing(self.engine.generate(self.choices, timeout)))
             try:
                 async for index, output in outputs:

@@ -1,5 +1,5 @@
-"""What an output has to follow: ``response_format``, vLLM's ``structured_outputs`` and older ``guided_*``, or the JSON
-schema of calls that ``tool_choice`` forces. All are one text: a JSON schema, or other rules (``grammar_text``)."""
+"""What an output has to follow: ``response_format``, vLLM's ``structured_outputs``, or the JSON schema of calls that
+``tool_choice`` forces. All are one text: a JSON schema, or other rules (``grammar_text``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from shadowkv.serve.openai.tools import Choice
 
 RESPONSE_FORMAT: dict[str, Any] = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}, "json_schema": {}},
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+        "json_schema": {},
+        "schema": {},
+    },
     "required": ["type"],
 }
 
@@ -26,18 +30,22 @@ MAX_CHOICES = 4_096
 ANY_OBJECT = '{"type": "object"}'
 
 
-def json_schema(value: Any) -> str | None:
-    """What the output has to follow, as text; None for plain text. Raises PydanticCustomError."""
+def format_text(value: Any) -> str | None:
+    """What the output has to follow, as text; None for plain text. The schema is in ``json_schema``, as OpenAI has it,
+    or beside ``type``, as llama.cpp and SGLang do. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
-    if kind == "json_object":
-        return ANY_OBJECT
     if kind == "structural_tag":
         return _tag_text(value)
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise _refusal("its type must be text, json_object, json_schema or structural_tag")
-    return checked_schema(value.get("json_schema"))
+    named, beside = value.get("json_schema"), value.get("schema")
+    if named is not None and beside is not None:
+        raise _refusal("it has two schemas, in json_schema and in schema; pass one")
+    if kind == "json_object" and named is None and beside is None:
+        return ANY_OBJECT
+    return checked_schema(value if named is None else named)
 
 
 def checked_schema(named: Any) -> str:

@@ -49,7 +49,7 @@ from shadowkv.serve.openai.output_schema import (
     Rules,
     StructuredOutputs,
     calls_schema,
-    json_schema,
+    format_text,
 )
 from shadowkv.serve.openai.tools import Choice, ToolChoice
 
@@ -63,8 +63,12 @@ Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_leng
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""What vLLM had before ``structured_outputs``."""
+RULES = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM's, before structured_outputs
+    **{"regex": "regex", "ebnf": "grammar"},  # SGLang's
+    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's
+}
+"""Parameters that are a kind of ``structured_outputs`` by another name, and which one."""
 
 COMPLETION_TOKENS = 16
 """Length of a completion that does not specify one, as in the OpenAI API."""
@@ -214,12 +218,16 @@ class GenerationRequest(Sampling):
     best_of: int | None = None
     max_tokens: int | None = None
     stop: Stops = Field([])
-    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
+    response_format: Annotated[str | None, PlainValidator(format_text, json_schema_input_type=ResponseFormat)] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Rules | dict[str, Any] | None = None
     guided_regex: Rules | None = None
     guided_choice: Choices | None = None
     guided_grammar: Rules | None = None
+    regex: Rules | None = None
+    ebnf: Rules | None = None
+    grammar: Rules | None = None
+    json_schema: Rules | dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
     return_progress: bool = SamplingParams.return_progress
@@ -250,9 +258,10 @@ class GenerationRequest(Sampling):
             raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed with stream")
-        rules = ("response_format", "structured_outputs", *GUIDED)
-        if sum(getattr(self, name) is not None for name in rules) > 1:
-            raise refusal("structured_outputs", "pass one of response_format, structured_outputs and guided_*")
+        rules = ("response_format", "structured_outputs", *RULES)
+        given = [name for name in rules if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise refusal(given[1], f"pass one of {' and '.join(given)}: an output follows one kind of rules")
         self._first_choice({}, None)
         return self
 
@@ -296,11 +305,11 @@ class GenerationRequest(Sampling):
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """``structured_outputs``, or the same in vLLM's older words."""
-        for name in GUIDED:
+        """``structured_outputs``, or the same by another name."""
+        for name, kind in RULES.items():
             if (value := getattr(self, name)) is not None:
                 try:
-                    return StructuredOutputs.model_validate({name.removeprefix("guided_"): value})
+                    return StructuredOutputs.model_validate({kind: value})
                 except ValidationError as error:
                     raise refusal(name, from_validation(error.errors(include_url=False)).message) from error
         return self.structured_outputs

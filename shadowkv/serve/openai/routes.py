@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import PrivateAttr, model_validator
 
 from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import Body
 from shadowkv.serve.http.owners import current_tenant
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.routing import (
+    EVENT_STREAM,
+    FOR_EVERY_BODY,
+    FOR_EVERY_TEXT,
+    BodyRoute,
+    read_request,
+    responses,
+)
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
-from shadowkv.serve.openai.completions import ChatCompletions, Completions
+from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
@@ -26,10 +35,31 @@ if TYPE_CHECKING:
 UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations")
 
 
+class Invocation(Body):
+    """Body of Amazon SageMaker's ``/invocations``: a chat's if it has ``messages``, and a completion's otherwise. It is
+    read again as that."""
+
+    is_read_again = True
+
+    _is_chat: bool = PrivateAttr(False)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat's."""
+        return self._is_chat
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Invocation:
+        self._is_chat |= "messages" in (self.model_extra or {})  # FastAPI validates what was read again
+        self.__pydantic_extra__ = {}
+        return self
+
+
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/v1/completions`` and ``/v1/chat/completions``."""
+    """``/v1/completions``, ``/v1/chat/completions``, batches of these, and either at ``/invocations``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
+    chat_batches = ChatBatches(engine.tokenizer, settings)
 
     @router.post(
         Completions.url, response_model=None, responses=responses(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM)
@@ -44,6 +74,17 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     )
     async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
         return await respond(chats, body, request)
+
+    @router.post(ChatBatches.url, response_model=None, responses=responses(ChatCompletion, *FOR_EVERY_TEXT))
+    async def post_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
+        return await respond(chat_batches, body, request)
+
+    @router.post("/invocations", response_model=None, responses=responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM))
+    async def post_invocations(body: Invocation, request: Request) -> Response:
+        raw = await request.body()
+        if body.is_chat:
+            return await respond(chats, await read_request(request, raw, ChatRequest), request)
+        return await respond(completions, await read_request(request, raw, CompletionRequest), request)
 
     return router
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from shadowkv.serve.http.routing import Answer
+from shadowkv.serve.openai.answers import ScoredToken
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -15,7 +16,7 @@ class OutputTextPart(Answer):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ScoredToken]
 
 
 class ReasoningTextPart(Answer):
@@ -46,12 +47,13 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """What the model calls: ``arguments`` is JSON."""
+    """What the model calls: ``arguments`` is JSON; ``namespace`` is there if the function has one."""
 
     type: Literal["function_call"]
     id: str
     call_id: str
     name: str
+    namespace: str = ""
     arguments: str
     status: Status
 
@@ -99,8 +101,8 @@ class Response(Answer):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -122,7 +124,7 @@ class Response(Answer):
     text: dict[str, Any]
     tool_choice: str | dict[str, str]
     tools: list[dict[str, Any]]
-    top_logprobs: Literal[0]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None

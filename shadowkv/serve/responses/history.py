@@ -15,6 +15,16 @@ decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 """A body's fields, each as its JSON: what it says is for ``read_body`` to check."""
 
 
+CONTINUABLE = ("completed", "incomplete")
+"""States of a response that has an answer."""
+
+
+def input_items(raw: bytes) -> list[Any]:
+    """The items of a body's ``input``."""
+    items: list[Any] = msgspec.json.decode(b"[" + _items(decode_body(_plain(raw))["input"]) + b"]")
+    return items
+
+
 class History:
     """The kept responses of one owner.
 
@@ -45,6 +55,9 @@ class History:
     def _get(self, id: str, previous: str) -> dict[str, Any]:
         try:
             value: dict[str, Any] = self._store.get(self._owner, "response", id).value
+            if (status := value["response"]["status"]) not in CONTINUABLE:
+                text = f"response {id[:80]!r} cannot be continued, as it has no answer: it is {status}"
+                raise ApiError(text, param="previous_response_id")
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -70,8 +83,7 @@ class History:
             answer["store"] = False
 
     def _add(self, raw: bytes, answer: dict[str, Any]) -> None:
-        items = msgspec.json.decode(b"[" + _items(decode_body(_plain(raw))["input"]) + b"]")
-        self._store.put(self._owner, "response", answer["id"], {"input": items, "response": answer})
+        self._store.put(self._owner, "response", answer["id"], {"input": input_items(raw), "response": answer})
 
 
 def _plain(raw: bytes) -> bytes:

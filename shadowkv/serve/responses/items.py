@@ -13,6 +13,7 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
 from shadowkv.serve.openai.documents import FileSource
 from shadowkv.serve.openai.messages import parsed_arguments
 from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.responses.tools import full_name
 
 NO_TEXT = "images, audio and calls of built-in tools"
 
@@ -96,6 +97,7 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     arguments: Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(_checked)]
 
 
@@ -164,7 +166,7 @@ class _Turn:
 
     def add(self, item: InputItem) -> None:
         if isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
             self.calls.append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, ReasoningItem):
             self.thoughts.append(_text(item.content))

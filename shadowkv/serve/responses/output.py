@@ -10,6 +10,7 @@ from typing import Any
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.openai.logprobs import chat_logprobs
 from shadowkv.serve.responses.protocol import ResponsesRequest
 from shadowkv.serve.text.tool_parser import CallPart
 
@@ -30,9 +31,14 @@ class ResponseOutput:
 
     def __init__(self, job: Job) -> None:
         assert isinstance(job.body, ResponsesRequest)
-        self._job, self._sequence, self._keep = job, 0, job.body.keep
+        self._job, self._sequence = job, 0
+        self._keep = None if job.body.background else job.body.keep  # in the background, it is kept from its beginning
+        self._functions = job.body.functions
         self._item: dict[str, Any] | None = None
         self._said: list[str] = []  # the item's text: joined at its end, as answers may be long
+        self._scores: list[dict[str, Any]] = []  # of its tokens
+        self._is_thinking = self._thinks()
+        self._new_scores: list[dict[str, Any]] = []  # of those whose text has not come yet
         self._call = -1
         self.answer = _asked(job, job.body)
 
@@ -45,6 +51,8 @@ class ResponseOutput:
                     begun = True
                     yield self._of_response("created")
                     yield self._of_response("in_progress")
+                if piece.prompt_progress is not None:  # as llama.cpp has it
+                    yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
                 for event in self._read(piece):
                     yield event
                 if piece.finish_reason is not None:
@@ -63,12 +71,22 @@ class ResponseOutput:
     # -- pieces ----------------------------------------------------------------------------------------------------
 
     def _read(self, piece: Piece) -> Iterator[Event]:
+        was_thinking, self._is_thinking = self._is_thinking, self._thinks()
+        if piece.text or not (was_thinking or piece.thought or piece.calls):
+            self._new_scores += _scores(self._job, piece)
+        else:
+            self._new_scores = []
         if piece.thought:
             yield from self._tell("reasoning", "reasoning_text", piece.thought)
         if piece.text:
             yield from self._tell("message", "output_text", piece.text)
         for part in piece.calls:
             yield from self._argue(part)
+
+    def _thinks(self) -> bool:
+        """Whether what was read last is a thought."""
+        reasoning = self._job.reasoning[0]
+        return reasoning is not None and reasoning.is_thinking
 
     def _tell(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
         """More of a message's text, or of the thoughts."""
@@ -82,14 +100,26 @@ class ResponseOutput:
         assert self._item is not None
         if text:
             self._said.append(text)
-            yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **_logprobs(part_kind))
+            yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **self._logprobs(part_kind))
+
+    def _logprobs(self, part_kind: str) -> dict[str, Any]:
+        """The scores of the tokens of a text that is about to be sent."""
+        if part_kind != "output_text":
+            return {}
+        scores, self._new_scores = self._new_scores, []
+        self._scores += scores
+        return {"logprobs": scores}
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
         """A call, or more of a call's arguments."""
         if part.index != self._call:
             yield from self._close("completed")
             self._call = part.index
-            self._item = self._new("function_call", call_id=part.id, name=part.name, arguments="")
+            assert part.name is not None
+            function, namespace = self._functions.get(part.name, (None, None))
+            names = {"name": part.name if function is None else function.name}
+            names |= {} if namespace is None else {"namespace": namespace}
+            self._item = self._new("function_call", call_id=part.id, **names, arguments="")
             yield self._of_item("output_item.added", item=self._item)
         assert self._item is not None
         if part.arguments:
@@ -116,11 +146,13 @@ class ResponseOutput:
             yield self._of_item("function_call_arguments.done", **said)
         else:
             part = item["content"][0]
-            done = {"content_index": 0, "text": part["text"], **_logprobs(part["type"])}
+            done = {"content_index": 0, "text": part["text"]}
+            if self._logprobs(part["type"]):
+                part["logprobs"] = done["logprobs"] = self._scores
             yield self._of_item(f"{part['type']}.done", **done)
             yield self._of_item("content_part.done", content_index=0, part=part)
         yield self._of_item("output_item.done", item=item)
-        self._item, self._said = None, []
+        self._item, self._said, self._scores = None, [], []
 
     def _end(self, reason: str) -> Iterator[Event]:
         if not self.answer["output"]:
@@ -168,8 +200,14 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": kind, "text": "", **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
 
 
-def _logprobs(part_kind: str) -> dict[str, Any]:
-    return {"logprobs": []} if part_kind == "output_text" else {}
+def _scores(job: Job, piece: Piece) -> list[dict[str, Any]]:
+    """Log-probabilities of a piece's tokens, as a chat has them but for the bytes of half a character: an empty list,
+    as this API allows no null."""
+    content: list[dict[str, Any]] = chat_logprobs(job.tokenizer, piece.logprobs or ())["content"]
+    for token in content:
+        for score in (token, *token["top_logprobs"]):
+            score["bytes"] = score["bytes"] or []
+    return content
 
 
 def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
@@ -181,7 +219,7 @@ def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
         "created_at": job.created,
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": body.background,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -202,8 +240,8 @@ def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
         "temperature": params.temperature,
         "text": {"format": body.text.format.repeated, "verbosity": body.text.verbosity or "medium"},
         "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
-        "tools": [{"strict": None, "description": None, **tool.model_dump(exclude_none=True)} for tool in body.tools],
-        "top_logprobs": 0,
+        "tools": [tool.repeated for tool in body.tools],
+        "top_logprobs": body.top_logprobs,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,

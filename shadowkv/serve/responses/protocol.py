@@ -6,64 +6,25 @@ from collections.abc import Awaitable, Callable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    PrivateAttr,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, WithJsonSchema, model_validator
 
-from shadowkv.serve.bodies.body import Body, Name, Text, at_most, wrong
+from shadowkv.serve.bodies.body import Body, Name, Text, at_most, refusal, wrong
 from shadowkv.serve.bodies.limits import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_CHARS,
     MAX_METADATA_KEY_CHARS,
-    MAX_NAME_CHARS,
-    MAX_TOOLS,
 )
 from shadowkv.serve.openai.converted import Converted, few_parts
 from shadowkv.serve.openai.messages import Effort
 from shadowkv.serve.openai.output_schema import checked_schema
 from shadowkv.serve.openai.protocol import Sampling, Stops
-from shadowkv.serve.openai.tools import WORDS, Function, within_limits
 from shadowkv.serve.responses.items import InputItem, messages_of
+from shadowkv.serve.responses.tools import FunctionTool, ToolChoice, Tools, functions_of
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
 
 NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"})
-
-
-class FunctionTool(Function):
-    """A tool; the only type is a function."""
-
-    type: Literal["function"]
-
-
-def _choice(value: Any) -> str | dict[str, str]:
-    if value in WORDS:
-        return str(value)
-    name = value.get("name") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(name, str):
-        raise wrong("must be 'none', 'auto', 'required' or {'type': 'function', 'name': …}")
-    at_most(MAX_NAME_CHARS, "characters of a name", len(name))
-    return {"type": "function", "name": name}
-
-
-TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": [*WORDS]},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-            "required": ["type", "name"],
-        },
-    ]
-}
-ToolChoice = Annotated[str | dict[str, str], PlainValidator(_choice), WithJsonSchema(TOOL_CHOICE)]
 
 
 class Format(Body):
@@ -143,9 +104,13 @@ Metadata = Annotated[
 ]
 
 
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+
+
 def _known(value: str) -> str:
-    if value != "reasoning.encrypted_content":
-        raise wrong("only 'reasoning.encrypted_content' can be included, of which there is none; a chat has logprobs")
+    if value not in INCLUDABLE:
+        raise wrong(f"only {' and '.join(map(repr, INCLUDABLE))} can be included; of the latter there is none")
     return value
 
 
@@ -161,21 +126,36 @@ class ResponsesRequest(Converted, Sampling):
     max_output_tokens: int | None = Field(None, ge=1)
     stop: Stops = Field([])
     text: TextConfig = TextConfig()
-    tools: Annotated[
-        list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(within_limits)
-    ] = Field([])
+    tools: Tools = Field([])
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     metadata: Metadata = Field({})
     include: Annotated[list[Annotated[str, AfterValidator(_known)]], Field(max_length=16, fail_fast=True)] = Field([])
     store: bool = True
+    background: bool = False
     previous_response_id: Name | None = None
     max_tool_calls: int | None = Field(None, ge=1)
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = Field(0, ge=0, le=20)
+    return_progress: bool = False
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     _keep: Keep | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _check_response(self) -> ResponsesRequest:
+        if self.background and not self.store:
+            raise refusal("background", "background can only be used when `store` is true: its answer is read later")
+        if self.background and self.stream:
+            raise refusal("background", "background is not supported with stream; leave one out, and GET the response")
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise refusal("top_logprobs", f"top_logprobs is only allowed with include=[{LOGPROBS!r}]")
+        return self
+
+    @property
+    def functions(self) -> dict[str, tuple[FunctionTool, str | None]]:
+        """All functions and their namespaces, by the names that the model knows."""
+        return functions_of(self.tools)
 
     @property
     def keep(self) -> Keep | None:
@@ -196,12 +176,14 @@ class ResponsesRequest(Converted, Sampling):
             "stop": self.stop,
             "response_format": self.text.format.as_response_format(),
             "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
+                {"type": "function", "function": {**tool.model_dump(exclude={"type"}, exclude_none=True), "name": name}}
+                for name, (tool, _) in self.functions.items()
             ],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
+            **({"logprobs": True, "top_logprobs": self.top_logprobs} if LOGPROBS in self.include else {}),
+            **({"stream": True, "return_progress": True} if self.stream and self.return_progress else {}),
         }
 
     def drop(self) -> None:

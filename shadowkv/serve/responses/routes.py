@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi import Response as HTTPResponse
+from fastapi.responses import JSONResponse
 
+from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import as_api_error, error_response
 from shadowkv.serve.http.owners import owner_of
+from shadowkv.serve.http.replies import reply
 from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, read_request, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat
 from shadowkv.serve.openai.endpoint import Responder
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.responses.answers import DeletedResponse, ItemList, Response
-from shadowkv.serve.responses.history import History
+from shadowkv.serve.responses.background import Background
+from shadowkv.serve.responses.history import History, input_items
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
 from shadowkv.serve.storage.store import Store
@@ -33,7 +37,7 @@ class Responses(EventChat):
 
     url = "/v1/responses"
     request_type = ResponsesRequest
-    id_prefix = "resp"
+    id_prefix = "resp_"
     names = NAMES
 
     def new_id(self, body: ResponsesRequest, request_id: str | None) -> str:
@@ -44,8 +48,11 @@ class Responses(EventChat):
         return ResponseOutput(job)
 
 
-def responses_routes(tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: Store) -> APIRouter:
-    """The routes; answers are kept in ``store``, if that is on."""
+def responses_routes(
+    tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: Store, background: Background
+) -> APIRouter:
+    """The routes; answers are kept in ``store``, if that is on, and made in ``background`` where a request asks for
+    that."""
     router, endpoint = APIRouter(route_class=BodyRoute), Responses(tokenizer, settings)
 
     @router.post(Responses.url, response_model=None, responses=responses(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))
@@ -61,13 +68,29 @@ def responses_routes(tokenizer: Tokenizer, settings: ServerSettings, respond: Re
                 return error_response(as_api_error(error), request.url.path)
         if store.is_on:
             body.kept_by(partial(history.add, raw))
-        return await respond(endpoint, body, request)
+        if not body.background:
+            return await respond(endpoint, body, request)
+        if not store.is_on:
+            text = "background needs a server that keeps answers, and this one keeps nothing (--storage-mib 0)"
+            raise ApiError(text, param="background", code="not_kept")
 
-    @router.get(f"{Responses.url}/{{id}}", response_model=None, responses=responses(Response, *STATUSES))
-    async def get_response(id: str, request: Request) -> dict[str, Any]:
-        value: dict[str, Any] = (await asyncio.to_thread(store.get, owner_of(request), "response", id)).value
-        response: dict[str, Any] = value["response"]
-        return response
+        async def begin() -> HTTPResponse:
+            output = ResponseOutput(await respond.job(endpoint, body))
+            items = await asyncio.to_thread(input_items, raw)
+            return JSONResponse(await background.begin(owner_of(request), items, output))
+
+        return await reply(request, begin)
+
+    @router.get(f"{Responses.url}/{{id}}", response_model=None, responses=responses(Response, 400, *STATUSES))
+    async def get_response(id: str, request: Request, stream: bool = False) -> dict[str, Any]:
+        if stream:
+            text = "stream=true is not supported: a kept response cannot be streamed; leave it out, and ask again"
+            raise ApiError(text, param="stream")
+        return await background.get(owner_of(request), id)
+
+    @router.post(f"{Responses.url}/{{id}}/cancel", response_model=None, responses=responses(Response, 400, *STATUSES))
+    async def post_cancel(id: str, request: Request) -> dict[str, Any]:
+        return await background.cancel(owner_of(request), id)
 
     @router.get(f"{Responses.url}/{{id}}/input_items", response_model=None, responses=responses(ItemList, *STATUSES))
     async def get_input_items(id: str, request: Request, order: Literal["asc", "desc"] = "desc") -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Store:
             raw, size, removed = msgspec.json.encode(value), row[1], []
             if content is not None:
                 size = max(MIN_BYTES, len(raw) + content)
-                removed = self._make_room(database, record.owner, size - row[1])
+                removed = self._make_room(database, record.owner, size - row[1], record.id)
             changed = (raw, is_open, size, *key)
             database.execute(
                 "UPDATE records SET value = ?, open = ?, bytes = ? WHERE owner = ? AND kind = ? AND id = ?", changed
@@ -213,13 +213,16 @@ class Store:
         self._remove_content(record.owner, removed)
         return replace(record, value=value)
 
-    def _make_room(self, database: sqlite3.Connection, owner: str, size: int) -> list[tuple[Kind, str]]:
-        """Removes the records of what makes room for ``size`` more bytes; returns their kinds and ids."""
+    def _make_room(
+        self, database: sqlite3.Connection, owner: str, size: int, grown: str = ""
+    ) -> list[tuple[Kind, str]]:
+        """Removes the records of what makes room for ``size`` more bytes, but not that of the id ``grown``, which they
+        are for; returns their kinds and ids."""
         removed: list[tuple[Kind, str]] = []
         (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
-        of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open ORDER BY used LIMIT 1"
+        of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open AND id != ? ORDER BY used LIMIT 1"
         while size > 0 and used + size > self.limit:
-            oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner,)).fetchone()
+            oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner, grown)).fetchone()
             if oldest is None:
                 text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key"
                 raise ApiError(f"{text} (--storage-mib); delete files or batches", code="storage_full")

@@ -92,20 +92,22 @@ def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> Non
     least = tokenizer.least_tokens(text)
     if least > limit:
         reason = f"{len(text)} characters are {counted(least, 'token')} or more"
-        raise too_long(f"at most {counted(limit, 'token')} may come, but {reason}", param)
+        raise too_long(reason, param, least, limit)
     end = FIRST_PART * limit
     while end < len(text):
         cut = text.rfind(" ", end - WORD_CHARS, end)
         count = len(tokenizer.encode(text[: cut if cut > 0 else end], add_special_tokens=False))
         if count > MARGIN * limit:
             reason = f"the first {end} of the {len(text)} characters are about {count} tokens"
-            raise too_long(f"at most {counted(limit, 'token')} may come, but {reason}", param)
+            raise too_long(reason, param, count, limit)
         end *= NEXT_PART
 
 
-def too_long(message: str, param: str) -> ApiError:
-    """The refusal of a prompt that no context has room for."""
-    return ApiError(message, param=param, code="context_length_exceeded")
+def too_long(reason: str, param: str, tokens: int, limit: int) -> ApiError:
+    """The refusal of a prompt of ``tokens`` tokens or more, which no context of ``limit`` has room for."""
+    text = f"at most {counted(limit, 'token')} may come, but {reason}"
+    counts = {"n_prompt_tokens": tokens, "n_ctx": limit}
+    return ApiError(text, param=param, code="context_length_exceeded", counts=counts)
 
 
 def tokenize_limit(max_model_len: int) -> int:

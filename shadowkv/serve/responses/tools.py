@@ -1,0 +1,104 @@
+"""``tools`` and ``tool_choice`` of ``/v1/responses``: functions, by themselves or in namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from shadowkv.serve.bodies.body import Body, Text, at_most, wrong
+from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_TOOLS
+from shadowkv.serve.openai.tools import WORDS, Function, FunctionName, within_limits
+from shadowkv.serve.openai.unions import union_by_type
+
+SEPARATOR = "__"
+"""Between a namespace and a function's name, in the name that the model knows: as in vLLM."""
+
+
+class FunctionTool(Function):
+    """A function."""
+
+    type: Literal["function"]
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """As answers have it."""
+        return {"strict": None, "description": None, **self.model_dump(exclude_none=True)}
+
+
+class NamespaceTool(Body):
+    """Functions with a name in common, such as those of one MCP server."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """As answers have it."""
+        about = {"type": self.type, "name": self.name, "description": self.description}
+        return {**about, "tools": [tool.repeated for tool in self.tools]}
+
+
+if TYPE_CHECKING:
+    Tool = FunctionTool | NamespaceTool
+else:
+    Tool = union_by_type({"function": FunctionTool, "namespace": NamespaceTool}, "built-in tools")
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """A function's name for the model."""
+    return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
+
+
+def functions_of(tools: Iterable[Tool]) -> dict[str, tuple[FunctionTool, str | None]]:
+    """All functions and their namespaces, by the names that the model knows; raises PydanticCustomError where two have
+    one name."""
+    functions: dict[str, tuple[FunctionTool, str | None]] = {}
+    for tool in tools:
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for function in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
+            name = full_name(namespace, function.name)
+            if name in functions:
+                raise wrong(f"there are two functions with the name {name!r}; names must differ")
+            functions[name] = function, namespace
+    at_most(MAX_TOOLS, "functions", len(functions))
+    return functions
+
+
+def _different(tools: list[Tool]) -> list[Tool]:
+    functions_of(tools)
+    return tools
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    BeforeValidator(within_limits),
+    AfterValidator(_different),
+]
+
+
+def _choice(value: Any) -> str | dict[str, str]:
+    if value in WORDS:
+        return str(value)
+    name = value.get("name") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(name, str):
+        raise wrong("must be 'none', 'auto', 'required' or {'type': 'function', 'name': …}")
+    at_most(MAX_NAME_CHARS, "characters of a name", len(name))
+    return {"type": "function", "name": name}
+
+
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": [*WORDS]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "required": ["type", "name"],
+        },
+    ]
+}
+ToolChoice = Annotated[str | dict[str, str], PlainValidator(_choice), WithJsonSchema(TOOL_CHOICE)]

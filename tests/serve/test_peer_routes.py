@@ -1,0 +1,111 @@
+"""Routes and fields that vLLM, SageMaker and llama.cpp have: batches of chats, probes, paths, counts in errors."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fake_engine import REPLY
+from http_server import http_server
+from test_kept_responses import ask, client_of
+from test_serve_errors import error_of
+
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.answers import ChatCompletion
+
+BATCH = "/v1/chat/completions/batch"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_batch_of_chats_has_a_choice_for_each(call, engine):
+    chats = [HI, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}]]
+    answer = call("POST", BATCH, json={"messages": chats, "seed": 3, "logprobs": True, "top_logprobs": 1})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    ChatCompletion.model_validate(body)
+    assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [(0, REPLY), (1, REPLY)]
+    assert engine.prompts == ["<user>Hi<assistant>", "<system>Be brief.<user>Rome?<assistant>"]
+    assert body["usage"]["prompt_tokens"] == sum(map(len, engine.prompts))
+    assert [params.seed for params in engine.params] == [3, 3]
+
+
+def test_a_batch_may_continue_and_follow_rules(call, engine):
+    chats = [[*HI, {"role": "assistant", "content": "So"}], [*HI, {"role": "assistant", "content": "Then"}]]
+    assert call("POST", BATCH, json={"messages": chats, "continue_final_message": True}).is_success
+    assert all(not prompt.endswith("<assistant>") for prompt in engine.prompts)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    assert call("POST", BATCH, json={"messages": [HI], "response_format": form}).is_success
+    assert engine.params[-1].json_schema == '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({"messages": HI}, "messages[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": [HI, []]}, "messages[1]"),
+        ({"messages": [HI] * 5000}, "messages"),
+        ({"messages": [HI], "n": 2}, "n"),
+        ({"messages": [HI], "stream": True}, "stream"),
+        ({"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [[*HI, {"role": "assistant", "content": ""}], HI], "continue_final_message": True},)
+        + ("continue_final_message",),
+    ],
+)
+def test_refusals_of_batches_name_the_field(call, engine, body, param):
+    assert error_of(call("POST", BATCH, json=body), 400)["param"] == param
+    assert not engine.prompts
+
+
+def test_invocations_are_chats_or_completions(call, engine):
+    chat = call("POST", "/invocations", json={"messages": HI, "max_tokens": 5, "a_hint": 1})
+    assert (chat.json()["object"], engine.prompts[-1]) == ("chat.completion", "<user>Hi<assistant>")
+    text = call("POST", "/invocations", json={"prompt": "Hi", "max_tokens": 5})
+    assert (text.json()["object"], engine.prompts[-1]) == ("text_completion", "\x01Hi")
+    assert call("POST", "/invocations", json={"messages": HI, "stream": True}).text.endswith("data: [DONE]\n\n")
+    assert error_of(call("POST", "/invocations", json={}), 400)["param"] == "prompt"
+    assert error_of(call("POST", "/invocations", json={"messages": 1}), 400)["param"] == "messages"
+    assert call("POST", "/invocations", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    assert call("POST", "/invocations", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses"])
+def test_paths_without_their_version(call, path):
+    body = {"/completions": {"prompt": "Hi"}, "/responses": {"input": "Hi"}}.get(path, {"messages": HI})
+    answer, known = (call("POST", url, json={**body, "seed": 1}) for url in (path, f"/v1{path}"))
+    assert answer.json()["object"] == known.json()["object"] and answer.is_success
+    assert call("GET", f"{path}/x/y").status_code == 404
+
+
+def test_models_without_a_version_and_with_their_root(call, engine):
+    (model,) = call("GET", "/models").json()["data"]
+    assert (model["id"], model["root"], model["parent"]) == ("fake", engine.model_name, None)
+    assert call("GET", "/models/fake").json() == model == call("GET", "/v1/models/fake").json()
+
+
+def test_probes_need_no_key_and_other_paths_do(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(api_key=("k",)))) as url:
+        assert httpx.get(f"{url}/load").json() == {"server_load": 3}
+        for answer in (httpx.get(f"{url}/ping"), httpx.post(f"{url}/ping")):
+            assert answer.json() == {"status": "ok"}
+        for method, path in (("GET", "/models"), ("POST", "/chat/completions"), ("POST", "/invocations")):
+            assert httpx.request(method, f"{url}{path}").status_code == 401
+        engine.is_alive = False
+        assert httpx.get(f"{url}/ping").status_code == 503
+        assert error_of(httpx.get(f"{url}/load"), 503)["code"] == "engine_dead"
+
+
+def test_a_prompt_that_is_too_long_says_how_long(post, engine):
+    for endpoint, text in (("chat", {"messages": [{"role": "user", "content": "a" * 250}]}), ("completions", {})):
+        error = error_of(post(endpoint, **({"prompt": "a" * 250} if endpoint == "completions" else text)), 400)
+        assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+        assert error["n_ctx"] == engine.max_model_len < error["n_prompt_tokens"]
+    assert "n_ctx" not in error_of(post("chat", temperature=-1), 400)
+
+
+def test_a_conversation_goes_on_by_another_name_of_the_model(engine):
+    send = client_of(engine, served_model_name=("fake", "other"))
+    first = ask(send, model="other").json()
+    assert ask(send, "Well?", model="other", previous_response_id=first["id"]).status_code == 200
+    send.app.state.bodies.close()
+    send.app.state.store.close()
