@@ -93,6 +93,9 @@ def test_what_the_server_says_of_itself(call, post, engine):
     post("completions", prompt="Hi")
     stats = call("GET", "/page/stats").json()
     assert stats["policy"] == "fake" and stats["compared"] is None and stats["waiting"] == 3
+    assert stats["advice"] is None
+    engine.advice = "a very small model"
+    assert call("GET", "/page/stats").json()["advice"] == "a very small model"
     assert (stats["prompt_tokens"], stats["generated_tokens"], stats["hit_tokens"]) == (3, len(REPLY), 2)
     assert stats["first_tokens"] == 1 and stats["first_token_seconds"] == pytest.approx(3, rel=0.01)
     sizes = {name: (tier["used_bytes"], tier["total_bytes"]) for name, tier in stats["tiers"].items()}
