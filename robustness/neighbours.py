@@ -7,7 +7,8 @@ percentile of each. Steps beside prompts are as long as a gap between tokens may
 
 ``grammars``: twelve requests at once whose grammars compile quickly and take seconds a token, again and again, and
 chats of four tokens of another key. These may take 1.2 times as long as without, and the server ends within 12 seconds
-of SIGTERM meanwhile.
+of SIGTERM meanwhile. How long they take beside two processes that only count, at the lowest priority, is shown as well:
+where cores are few, no work on grammars could cost less.
 
     python -m robustness.neighbours --out benchmarks/results/cpu/neighbours.json
     python -m robustness.neighbours --block-tokens 8192 -- --model llama-3.1-8b --load-format dummy
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -42,6 +42,7 @@ PROMPTS, ANSWER_TOKENS = 200, 64
 QUESTION_TOKENS = 12
 GRAMMARS = 12
 MOST_RATIO, MOST_TO_END = 1.2, 12.0
+COUNT = "import os\nos.nice(19)\nwhile True: pass"
 VOCABULARY = 250
 """Token ids of prompts: any model has these."""
 
@@ -135,9 +136,7 @@ def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
         "b",
         "--disable-uvicorn-access-log",
     ]
-    with subprocess.Popen(
-        [*command, "--api-key=b", *flags], stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
-    ) as process:
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
             ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
@@ -146,6 +145,20 @@ def server(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, ready.split()[1].removesuffix("/v1")
         finally:
             process.kill()
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Beside two processes that only count, as many as work on slow grammars at a time."""
+    with (
+        subprocess.Popen([sys.executable, "-c", COUNT]) as first,
+        subprocess.Popen([sys.executable, "-c", COUNT]) as second,
+    ):
+        try:
+            yield
+        finally:
+            first.kill()
+            second.kill()
 
 
 def flood(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,6 +202,8 @@ def grammars(args: argparse.Namespace) -> dict[str, Any]:
         a.complete(prompt="a", max_tokens=4, structured_outputs={"regex": "[a-c]+"})
         b.chat()
         alone = [b.chat() for _ in range(args.samples)]
+        with counting():
+            beside_counting = [b.chat() for _ in range(args.samples)]
         stop, ended, numbers = threading.Event(), Counter[str](), count()
 
         def ask() -> None:
@@ -210,6 +225,7 @@ def grammars(args: argparse.Namespace) -> dict[str, Any]:
     ratio = percentiles(beside)["p99_ms"] / percentiles(alone)["p99_ms"]
     return {
         "alone": percentiles(alone),
+        "beside_counting": percentiles(beside_counting),
         "beside": percentiles(beside),
         "ratio_of_p99": round(ratio, 2),
         "answers_of_the_attack": answers,
@@ -225,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
-    parser.add_argument("--samples", type=int, default=40, help="questions, alone and beside (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=200, help="questions, alone and beside (default: %(default)s)")
     text = "of the flood (default: %(default)s)"
     parser.add_argument("--prompt-tokens", type=int, default=1190, metavar="TOKENS", help=text)
     text = "of a prompt that is a block: 2,048 on a CPU, 8,192 on a GPU (default: %(default)s)"

@@ -25,7 +25,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
-from shadowkv.engine.request import Request, RequestError
+from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
@@ -265,8 +265,14 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[TokenOutput]:
-        """One round of prefill and of decode steps; returns what it added to each request."""
+    @property
+    def waits_for_rules(self) -> bool:
+        """Whether a step could only choose tokens of sequences whose grammars are not ready yet."""
+        return bool(self.scheduler.running) and self.decode_steps.idle and not self.prefill_queue.at_work
+
+    def step(self, wait: bool = True) -> list[TokenOutput]:
+        """One round of prefill and of decode steps; returns what it added to each request. Where all wait for their
+        grammars it does so too for a moment, unless the caller does."""
         outputs: list[TokenOutput] = []
         with current(self.device):
             if (joining := self._start_prefill()) is not None:
@@ -274,7 +280,7 @@ class Engine:
             elif self.prefill_queue.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
-                outputs += self._decode(wait=not outputs and not self.prefill_queue.at_work)
+                outputs += self._decode(wait and not outputs and not self.prefill_queue.at_work)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
             self._ranks.check()
@@ -435,7 +441,8 @@ class Engine:
         request.output_token_ids.append(token)
         constraint, reason = request.constraint, None
         if constraint is not None and constraint.failure is not None:
-            return self._fail(running, constraint.failure, "timeout")
+            too_much = isinstance(constraint.failure, SchemaTimeout)
+            return self._fail(running, str(constraint.failure), "timeout" if too_much else None)
         if constraint is not None and not constraint.accept(token):
             return self._fail(running, NOTHING_FOLLOWS, "nothing_follows")
         ends = token in request.stop_ids

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Constraint(Protocol):
     """Which tokens may come next in a request's answer, as far as it has come."""
 
-    failure: str | None
+    failure: RequestError | None
     """Why the answer cannot go on; None if it can."""
 
     def start(self) -> None:

@@ -54,6 +54,11 @@ class TenantQueue(Generic[T]):
             self._waiting[tenant] = items
         return item
 
+    def had(self, tenant: str) -> None:
+        """Notes that a tenant had a place until now."""
+        if (items := self._waiting.pop(tenant, None)) is not None:
+            self._waiting[tenant] = items
+
     def clear(self) -> list[T]:
         """Takes all items."""
         waiting, self._waiting = self._waiting, {}

@@ -36,6 +36,7 @@ def table(engine: str, out: Path, model: Path, *more: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_same_requests_with_a_server_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_model() as model:
         assert table("shadowkv", tmp_path, model, "--label", "shadowkv tiny") == 0

@@ -42,10 +42,12 @@ def engine(tiny: Path) -> Iterator[LocalEngine]:
     engine.shutdown(AT_ONCE)
 
 
-async def outputs(engine: EngineClient, params: SamplingParams, *prompts: list[int]) -> list[list[TextOutput]]:
+async def outputs(
+    engine: EngineClient, params: SamplingParams, *prompts: list[int], tenant: str = ""
+) -> list[list[TextOutput]]:
     """All outputs for some prompts that are one client's request."""
     read: list[list[TextOutput]] = [[] for _ in prompts]
-    async for number, output in engine.generate([engine.request(one, params) for one in prompts]):
+    async for number, output in engine.generate([engine.request(one, params, tenant) for one in prompts]):
         read[number].append(output)
     return read
 
@@ -140,6 +142,28 @@ def test_refusals_do_not_wait_for_a_step(engine: LocalEngine, monkeypatch: pytes
             assert (await asyncio.wait_for(engine.stats(), AT_ONCE)).running == 1
         answers = [answer for one in waiting for answer in await one]
         assert [sum(len(output.token_ids) for output in answer) for answer in answers] == [3] * QUEUE
+
+    run(work())
+    assert_empty(engine.engine)
+
+
+def test_two_tenants_that_fill_the_queue_leave_room_for_others(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with HeldStep(engine, monkeypatch):
+            asked = [
+                asyncio.create_task(outputs(engine, SHORT, prompt(seed, 9), tenant=tenant))
+                for tenant in "ab"
+                for seed in range(QUEUE)
+            ]
+            await until(lambda: len(engine.core._in_flight) == 1 + 2 * QUEUE)
+            asked.append(asyncio.create_task(outputs(engine, SHORT, prompt(98, 9), tenant="c")))
+            await until(lambda: len(engine.core._in_flight) == 2 + 2 * QUEUE)
+            with pytest.raises(EngineBusy):
+                await asyncio.wait_for(outputs(engine, SHORT, prompt(99, 9), tenant="c"), AT_ONCE)
+        for one in asked:
+            await one
 
     run(work())
     assert_empty(engine.engine)

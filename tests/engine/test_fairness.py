@@ -12,7 +12,8 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import RequestTimes, TokenOutput
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduling.waiting_queue import OUTPUT_COST, PATIENCE, WaitingQueue
+from shadowkv.engine.scheduling import prefill_queue
+from shadowkv.engine.scheduling.waiting_queue import AHEAD, OUTPUT_COST, PATIENCE, WaitingQueue
 
 SECOND_PER_TOKEN = 0.01
 
@@ -72,9 +73,34 @@ def test_a_tenant_without_anything_at_work_is_first() -> None:
     queue.end(b[0])  # has had more, and nothing is computed for it now
     queue.start(a[0], 10)
     assert names(queue)[0] == "b1" and queue.is_newcomer(b[1]) and queue.has_newcomers
-    assert queue.leaves_room(a[1]) and not queue.leaves_room(b[1])
+    assert queue.shares(a[1]) and not queue.is_newcomer(a[1])
     queue.start(b[1], 1000)
     assert names(queue)[0] == "a1" and not queue.has_newcomers
+
+
+def test_a_tenant_that_has_had_much_more_is_no_newcomer() -> None:
+    a, b = [request(f"a{n}", 10) for n in range(2)], [request(f"b{n}", AHEAD // 2) for n in range(4)]
+    queue = queue_of(*a, *b)
+    queue.start(a[0], 10)
+    for one in b[:2]:
+        assert queue.is_newcomer(one) and names(queue)[0] == one.request_id
+        queue.start(one, AHEAD // 2)
+        queue.end(one)
+    assert queue.is_newcomer(b[2])  # by what a has had
+    queue.start(b[2], AHEAD // 2)
+    queue.end(b[2])
+    assert not queue.is_newcomer(b[3]) and names(queue) == ["a1", "b3"]
+
+
+def test_what_is_generated_counts_before_it_has_ended() -> None:
+    a, b = [request(f"a{n}", 10) for n in range(2)], [request(f"b{n}", 10) for n in range(3)]
+    queue = queue_of(*a, *b)
+    for one in (a[0], b[0], b[1]):
+        queue.start(one, 10)
+    assert names(queue) == ["a1", "b2"]
+    a[0].output_token_ids += [1] * 20
+    queue.end(b[0])
+    assert names(queue) == ["b2", "a1"]
 
 
 def test_a_tenants_shortest_is_first_until_another_has_waited() -> None:
@@ -97,7 +123,7 @@ def test_requests_without_a_tenant_leave_no_room_and_need_none() -> None:
     one = request("x", 9)
     one.tenant = ""
     queue = queue_of(one)
-    assert not queue.is_newcomer(one) and not queue.leaves_room(one) and not queue.has_newcomers
+    assert not queue.is_newcomer(one) and not queue.shares(one) and not queue.has_newcomers
 
 
 def test_who_is_gone_is_forgotten() -> None:
@@ -115,7 +141,7 @@ def test_who_is_gone_is_forgotten() -> None:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     config = EngineConfig(
-        "smollm2-135m-instruct", max_num_seqs=3, max_model_len=2048, device="cpu", max_num_batched_tokens=2048
+        "smollm2-135m-instruct", max_num_seqs=3, max_model_len=2048, device="cpu", max_num_batched_tokens=512
     )
     engine = Engine(config)
     yield engine
@@ -143,7 +169,7 @@ def test_a_short_question_overtakes_everything_of_another_tenant(engine: Engine)
     while not any(output.request_id == "b" and output.token_ids for output in outputs):
         outputs += engine.step()
         steps += 1
-    assert steps <= 3  # at the most the current step, its own prompt, and the first token
+    assert steps <= 20  # those of the others have a thousand to come
     while not any(output.request_id == "b" and output.finish_reason for output in outputs):
         outputs += engine.step()
     ended = {output.request_id for output in outputs if output.finish_reason}
@@ -152,9 +178,9 @@ def test_a_short_question_overtakes_everything_of_another_tenant(engine: Engine)
 
 def test_a_short_question_overtakes_a_pack_that_is_being_computed(engine: Engine) -> None:
     for number in range(6):
-        add(engine, f"a{number}", 900, 4)
+        add(engine, f"a{number}", 220, 4)
     engine.step()
-    assert [prefill.tokens for prefill in engine.prefill_queue.at_work] == [1800]
+    assert [prefill.tokens for prefill in engine.prefill_queue.at_work] == [440]
     add(engine, "b", 12, 4)
     outputs: list[TokenOutput] = []
     while not outputs:
@@ -165,3 +191,35 @@ def test_a_short_question_overtakes_a_pack_that_is_being_computed(engine: Engine
     ended = [output.request_id for output in outputs if output.finish_reason]
     assert sorted(ended) == ["a0", "a1", "a2", "a3", "a4", "a5", "b"]
     assert not engine.scheduler.running and len(engine.scheduler.waiting) == 0
+
+
+def test_short_questions_one_after_another_leave_a_long_prompt_its_share(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_queue, "MOST_OWED", 0.0)
+    add(engine, "a", 300, 1)
+    engine.step()
+    (long,) = engine.prefill_queue.at_work
+    for number in range(40):
+        if not engine.prefill_queue.at_work:
+            break
+        add(engine, f"b{number}", 12, 1)
+        while not any(output.request_id == f"b{number}" for output in engine.step()):
+            assert engine.has_work
+    assert long.done == long.pieces and number < 39
+
+
+def test_what_does_not_fit_yet_keeps_no_other_tenants_short_question_waiting(engine: Engine) -> None:
+    paged = engine.cache.store.tiers["device"]
+    add(engine, "a", 100, 1000)
+    while engine.num_running < 1:
+        engine.step()
+    spare = engine.scheduler._spare["device"]
+    paged.allocate(engine.cache.free["device"] - spare)  # as much is left as short questions of others are left
+    add(engine, "c", 10, 2030)
+    add(engine, "b", 12, 4)
+    outputs: list[TokenOutput] = []
+    for _ in range(100):
+        outputs += engine.step()
+    assert {output.request_id for output in outputs if output.finish_reason} == {"b"}
+    assert [one.request_id for one in engine.scheduler.waiting] == ["c"]

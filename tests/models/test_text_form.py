@@ -299,3 +299,18 @@ def test_a_pattern_that_never_ends_is_an_error() -> None:
     with pytest.raises(TokenizerPanic, match="panicked"):
         TextEncoder(backend).encode("a" * 60 + "c", add_special_tokens=False)
     assert TextForm.of(backend).place is None
+
+
+def test_special_tokens_are_around_long_texts_whatever_letters_the_tokeniser_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shadowkv.models.tokenization.text_form.PIECE_CHARS", 8)
+    monkeypatch.setattr("shadowkv.models.tokenization.text_encoder.PIECE_CHARS", 8)
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"A": 0, "C": 1, "G": 2, "T": 3, "<s>": 4}, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    template = processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 4)])
+    backend.post_processor = template
+    encoder = TextEncoder(backend)
+    assert encoder.encode("ACGT" * 10, add_special_tokens=True) == [4, *[0, 1, 2, 3] * 10, 4]
+    assert encoder.encode("ACGT" * 10, add_special_tokens=False) == [0, 1, 2, 3] * 10
+    assert encoder.encode("x" * 40, add_special_tokens=True) == backend.encode("x" * 40).ids == [4, 4]

@@ -162,6 +162,7 @@ def test_both_answer_count_and_drain(tiny_model: Path) -> None:
         assert "ERROR" not in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_requests_in_flight_end_with_an_error_after_the_drain_time(tiny_model: Path) -> None:
     with server(tiny_model, TWO, f"--max-num-seqs={STREAMS}", "--shutdown-timeout=0.2") as one:
         family = one.family()
@@ -173,6 +174,7 @@ def test_requests_in_flight_end_with_an_error_after_the_drain_time(tiny_model: P
         one.assert_nothing_is_left(family)
 
 
+@pytest.mark.slow
 def test_limits_hold_over_both(tiny_model: Path) -> None:
     limits = ["--max-concurrent-requests-per-key=2", "--limit-concurrency=4", "--api-key", "a", "b"]
     with server(tiny_model, TWO, *limits) as one, ExitStack() as stack:
@@ -202,6 +204,7 @@ def test_limits_hold_over_both(tiny_model: Path) -> None:
             stack.callback(stream.join)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_known_to_all(tiny_model: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**BODY, "max_tokens": 4}}
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": json.dumps(line).encode()}}
@@ -256,6 +259,7 @@ def test_a_worker_is_killed(tiny_model: Path) -> None:
         one.assert_nothing_is_left(family)
 
 
+@pytest.mark.slow
 def test_the_first_process_is_killed(tiny_model: Path) -> None:
     with server(tiny_model, TWO, f"--max-num-seqs={STREAMS}") as one:
         family = one.family()
@@ -271,6 +275,7 @@ def test_the_first_process_is_killed(tiny_model: Path) -> None:
         one.assert_nothing_is_left(family)
 
 
+@pytest.mark.slow
 def test_the_engines_process_is_killed(tiny_model: Path) -> None:
     with server(tiny_model, TWO, f"--max-num-seqs={STREAMS}") as one:
         family = one.family()
@@ -284,6 +289,7 @@ def test_the_engines_process_is_killed(tiny_model: Path) -> None:
         assert "the engine has died: its process has ended (SIGKILL: " in line
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_start_ends_the_server(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={tiny_model}", "--load-format=dummy"]
     with TemporaryDirectory(prefix="api-") as folder:

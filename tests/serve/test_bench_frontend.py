@@ -33,6 +33,7 @@ def test_a_run_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cores is None or os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.slow
 def test_chats_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend", *FEW, "--rate", "300", "--seconds", "1", "--api", "chat"]) == 0
     assert "Delivered" in capsys.readouterr().out
@@ -47,6 +48,7 @@ def test_what_cannot_be_measured_is_said(flags: Sequence[str], text: str, capsys
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_mock_engine_ends_what_is_broken_off() -> None:
     parser = Parser()
     add_arguments(parser)

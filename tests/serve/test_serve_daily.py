@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -20,6 +21,7 @@ from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
 from shadowkv.serve.app import build_app
+from shadowkv.serve.http.metrics import ConnectionMetrics
 from shadowkv.serve.http.middleware import RequestLog
 from shadowkv.serve.http.settings import ServerSettings
 
@@ -201,11 +203,16 @@ def test_a_line_says_how_an_answer_failed(caplog, begun, failure, cut):
     async def nothing(message=None):
         return {"type": "http.request"}
 
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    metrics = ConnectionMetrics("fake")
+    owner = SimpleNamespace(state=SimpleNamespace(metrics=metrics))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": owner}
     with pytest.raises(type(failure)):
         asyncio.run(RequestLog(app, log=True, tracing=None)(scope, nothing, nothing))
     (line,) = messages(caplog)
-    assert f" {200 if begun else 500} id=" in line
+    status = 200 if begun else 500
+    assert f" {status} id=" in line
+    labels = {"model_name": "fake", "status": str(status)}
+    assert metrics.registry.get_sample_value("shadowkv:http_requests_total", labels) == 1
     assert line.endswith(f" cut={cut}") if cut else " cut=" not in line
 
 

@@ -84,6 +84,18 @@ def metrics(call):
     return found
 
 
+def test_requests_are_counted_by_their_status(post, call):
+    def counts():
+        return {key[1]: value for key, value in metrics(call).items() if key[0] == "http_requests_total"}
+
+    assert counts() == {"200": 0, "500": 0, "503": 0}
+    post("completions", prompt="Hi")
+    post("completions", prompt="BUSY")
+    post("completions", prompt=None, grammar=3)
+    call("GET", "/health")
+    assert counts() == {"200": 1, "500": 0, "503": 1, "400": 1}
+
+
 def test_metrics(post, call, engine):
     assert metrics(call)["prompt_tokens_total",] == 0
     post("completions", prompt=["Hi", "Ho"])

@@ -138,9 +138,9 @@ def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool)
 
 
 def test_a_server_that_is_stopped_drains_and_leaves_nothing(tiny_model: Path) -> None:
-    with server(tiny_model, "--shutdown-timeout=100") as one:
+    with server(tiny_model, "--shutdown-timeout=600") as one:
         family = one.family()
-        with load(one, max_tokens=500) as answers:
+        with load(one) as answers:
             for process in family:  # as a service manager, or a terminal, does
                 process.send_signal(signal.SIGTERM)
             assert [answer.result()[0].status_code for answer in answers] == [200] * len(answers)

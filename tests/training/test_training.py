@@ -122,6 +122,7 @@ def test_a_row_does_not_see_its_padding(base: Base) -> None:
     torch.testing.assert_close(together[0, :3], alone[0])
 
 
+@pytest.mark.slow
 def test_it_learns_and_goes_on_where_it_stopped(
     base: Base, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
+from shadowkv.engine.process.fair_turns import FairTurns
 from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import check_schema
@@ -146,7 +147,7 @@ class EngineClient:
         self.name, self._numbers = secrets.token_hex(4), itertools.count()
         self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
+        self._checking, self._checks = ThreadPoolExecutor(1, "shadowkv-schema"), FairTurns(1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def describe(self) -> list[str]:
@@ -294,7 +295,8 @@ class EngineClient:
         Large ones may take seconds, which only other large ones wait for; so may patterns.
         """
         loop = asyncio.get_running_loop()
-        cost = await loop.run_in_executor(self._checking, check_schema, rules)
+        async with self._checks.of(tenant):
+            cost = await loop.run_in_executor(self._checking, check_schema, rules)
         await self._ask(messages.Compile(self._number(), rules, one_line, cost.effort, tenant), None, None)
 
     def request(
@@ -391,7 +393,9 @@ class EngineClient:
         try:
             return await self._save(name, request, observe)
         except ComputedTwice:
-            anew = await asyncio.to_thread(self.request, request.prompt_token_ids, request.params)
+            anew = await asyncio.to_thread(
+                self.request, request.prompt_token_ids, request.params, request.tenant, request.priority
+            )
             anew.looked_up = False
             return await self._save(name, anew, observe)
 

@@ -35,7 +35,10 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""How many tenants' requests may wait, where each has as many as it may."""
+"""How many tenants' requests may wait, where each has as many as it may; and as many more of tenants with none."""
+
+RULES_SECONDS = 0.002
+"""How long nothing is done, unless a command comes, where all sequences wait for their grammars."""
 
 LINGER_MS = 1000
 """How long the last messages may take to leave."""
@@ -196,7 +199,7 @@ class EngineCore:
     def _take_request(self, client: bytes, add: messages.Add) -> None:
         waiting = len(self._in_flight) - self.engine.num_running
         own = [*self._in_flight.values()].count(add.tenant) - self.engine.num_running_of(add.tenant)
-        if own >= self._limit or waiting >= TENANTS * self._limit:
+        if own >= self._limit or waiting >= (TENANTS if own else 2 * TENANTS) * self._limit:
             text = f"no more than {counted(self._limit, 'request')} may wait (--max-queued-seqs)"
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
@@ -224,7 +227,7 @@ class EngineCore:
             warm_up(self.engine, self._stopping.is_set)
             self._warm.set()
             while self._obey():
-                self._send(self.engine.step())
+                self._send(self.engine.step(wait=False))
         except BaseException as error:
             self._error = error
             # The reason of a rank's failure is in the log already.
@@ -241,10 +244,13 @@ class EngineCore:
 
     def _obey(self) -> bool:
         """Carries out what was requested since the last step, or waits for something to do; False to stop."""
+        obeyed = False
         while True:
             try:
                 if self.engine.settling:
                     command = self._commands.get_nowait()
+                elif self.engine.waits_for_rules and not obeyed:
+                    command = self._commands.get(timeout=RULES_SECONDS)
                 else:
                     command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
@@ -252,6 +258,7 @@ class EngineCore:
             if command is None:
                 return False
             command()
+            obeyed = True
 
     def _send(self, outputs: list[TokenOutput]) -> None:
         of_client: defaultdict[str, list[TokenOutput]] = defaultdict(list)

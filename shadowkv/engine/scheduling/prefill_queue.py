@@ -28,6 +28,9 @@ burst wait for it: with half of the time for the long one, ten that came within 
 to 0.40 s on an H200, and with all for them they would have taken the device a quarter of a second."""
 
 
+MOST_OWED = 0.5
+"""Seconds that newcomers may owe to what they overtake: a client whose requests end at once is a newcomer each time."""
+
 MOST_AT_WORK = 3
 """A long one, a pack that has overtaken it, and newcomers that have overtaken that: each has activations of its own."""
 
@@ -75,8 +78,8 @@ class PrefillQueue:
     """Starts a scheduler's prefills and continues them.
 
     A short one starts where the current long one is paused, and is finished first. Another does so only when the long
-    one has since had its ``LONG_SHARE`` of the device's time, or where it is a tenant's only one: that may overtake a
-    pack of others' short ones as well.
+    one has since had its ``LONG_SHARE`` of the device's time, or where it is a newcomer's: that may overtake a pack of
+    others' short ones as well, up to ``MOST_OWED``.
 
     Attributes:
         at_work: the last one is running; those before it are long and paused.
@@ -109,7 +112,7 @@ class PrefillQueue:
             rows = self.scheduler.admit(most_tokens=most_tokens)
         elif (last := self.at_work[-1]).long and last.owed <= 0:
             rows = self.scheduler.admit(self._leaders, most_tokens)
-        elif len(self.at_work) < MOST_AT_WORK and self.scheduler.waiting.has_newcomers:
+        elif self._newcomers_may_start:
             rows = self.scheduler.admit(self._leaders, most_tokens, newcomers_only=True)
         else:
             return
@@ -126,6 +129,11 @@ class PrefillQueue:
         pieces = self.runner.prefill_pieces(tokens, scored)
         steps = self.runner.prefill(work, scored)
         self.at_work.append(PrefillAtWork(rows, steps, watch, long, scored, tokens, pieces))
+
+    @property
+    def _newcomers_may_start(self) -> bool:
+        more = len(self.at_work) < MOST_AT_WORK and self.at_work[0].owed <= MOST_OWED
+        return more and self.scheduler.waiting.has_newcomers
 
     def joining(self, seconds: float) -> PrefillAtWork | None:
         """The prefill that is to be part of the next decode step: the current one, if it will add at most ``seconds``

@@ -244,12 +244,15 @@ class Scheduler:
                 break
             if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
-            left = passed + self._spare if self.waiting.leaves_room(request) else passed
+            left = passed + self._spare if self._leaves_room(request, newcomer, admitted) else passed
             attempt = Attempt(request, match, left, not beside and not admitted, self.prefix_cache.changes)
             sequence = None if attempt == self._refused else self._reserve(request, match, left, attempt.again)
             if sequence is None:
                 self._refused = attempt
-                break
+                if not newcomer:
+                    break
+                newcomers_only = True  # what is left to short ones of them does not keep it waiting
+                continue
             new = length - request.cached_tokens
             self.waiting.start(request, new)
             self._forget_match(request)
@@ -260,6 +263,13 @@ class Scheduler:
             if self.is_long(new):
                 break
         return admitted
+
+    def _leaves_room(self, request: Request, newcomer: bool, admitted: list[Running]) -> bool:
+        """Whether a request is to leave memory to short requests of newcomers: where anything else runs, and it is not
+        one of them."""
+        short = len(request.prompt_token_ids) <= SPARE_TOKENS and request.capacity <= SPARE_TOKENS
+        runs = bool(self.running or admitted)
+        return runs and self.waiting.shares(request) and not (newcomer and short)
 
     def _match(self, request: Request) -> Match | None:
         """What is cached of a prompt."""

@@ -3,7 +3,7 @@
 Fair is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 arXiv:2401.00588): each tenant has a counter of what was computed for it, and the tenant with the least is next. One who
 comes anew, or again, begins with as much as the one with the least, so that nobody saves up. Beyond the paper, a tenant
-for whom nothing is computed comes first.
+for whom nothing is computed comes first, as a newcomer, unless it has had ``AHEAD`` more than the one with the least.
 
 Of one tenant's requests the shortest prompt is first, with ageing: a request ranks as if it had come later than it did
 by a multiple of what its prompt takes. Those without a tenant, which no server has taken, keep their order.
@@ -19,6 +19,10 @@ from shadowkv.engine.request import Request
 
 PROMPT_COST, OUTPUT_COST = 1, 2
 """Of a token, as in the paper: a step of few sequences reads all weights for each of them."""
+
+AHEAD = 1_024
+"""What a newcomer may have had beyond the tenant with the least. Without a limit one that asks a short question after
+another, each of which ends at once, would come first forever."""
 
 PATIENCE = 4.0
 """For how many times what a prompt takes a request lets shorter ones of its tenant pass."""
@@ -36,7 +40,7 @@ class WaitingQueue:
         self._policy = policy
         self._ranks: dict[Request, float] = {}
         self._waiting: Counter[str] = Counter()
-        self._at_work: Counter[str] = Counter()
+        self._at_work: dict[str, set[Request]] = {}
         self._had: dict[str, float] = {}
         self._order: list[Request] | None = None
 
@@ -63,40 +67,50 @@ class WaitingQueue:
     def start(self, request: Request, tokens: int) -> None:
         """Takes one out of whose prompt so many tokens are computed from now on."""
         self.remove(request)
-        self._at_work[request.tenant] += 1
+        self._at_work.setdefault(request.tenant, set()).add(request)
         self._had[request.tenant] += PROMPT_COST * tokens
 
     def start_elsewhere(self, request: Request) -> None:
         """Counts one as started that has not waited here: its prompt was computed elsewhere."""
         self._come(request.tenant)
-        self._at_work[request.tenant] += 1
+        self._at_work.setdefault(request.tenant, set()).add(request)
 
     def end(self, request: Request) -> None:
-        """Counts what one that was started has generated."""
+        """Counts what one that was started has generated; until then that counts as it comes."""
         self._had[request.tenant] += OUTPUT_COST * len(request.output_token_ids)
-        _take_one(self._at_work, request.tenant)
+        self._at_work[request.tenant].remove(request)
+        if not self._at_work[request.tenant]:
+            del self._at_work[request.tenant]
         self._order = None
 
     def _come(self, tenant: str) -> None:
         if self._is_active(tenant):
             return
         had = {one: had for one, had in self._had.items() if self._is_active(one)}
-        least = min(had.values(), default=0.0)
+        least = min(map(self._had_by_now, had), default=0.0)
         ahead = {one: more for one, more in self._had.items() if had and more > least}
         self._had = {tenant: least, **had, **ahead}
 
     def _is_active(self, tenant: str) -> bool:
-        return bool(self._waiting[tenant] or self._at_work[tenant])
+        return bool(self._waiting[tenant] or tenant in self._at_work)
+
+    def _had_by_now(self, tenant: str) -> float:
+        """Also for requests that are at work."""
+        tokens = sum(len(request.output_token_ids) for request in self._at_work.get(tenant, ()))
+        return self._had[tenant] + OUTPUT_COST * tokens
 
     def is_newcomer(self, request: Request) -> bool:
-        """Whether nothing is computed for a request's tenant, and others are to leave it room."""
-        return self._shares(request) and not self._at_work[request.tenant]
+        """Whether a request's tenant is one, for whom others are to leave room."""
+        return self.shares(request) and self._is_new(request.tenant)
 
-    def leaves_room(self, request: Request) -> bool:
-        """Whether a request is to leave room for newcomers."""
-        return self._shares(request) and bool(self._at_work[request.tenant])
+    def _is_new(self, tenant: str) -> bool:
+        if tenant in self._at_work:
+            return False
+        least = min(self._had_by_now(one) for one in self._had if self._is_active(one))
+        return self._had[tenant] - least <= AHEAD
 
-    def _shares(self, request: Request) -> bool:
+    def shares(self, request: Request) -> bool:
+        """Whether a request leaves room for newcomers where it is not a short one of a newcomer itself."""
         return self._policy != "fcfs" and bool(request.tenant)
 
     @property
@@ -118,18 +132,19 @@ class WaitingQueue:
         of_priority: dict[int, list[Request]] = {}
         for request in sorted(self._ranks, key=self._ranks.__getitem__):
             of_priority.setdefault(request.priority if self._policy == "priority" else 0, []).append(request)
-        had, at_work = dict(self._had), self._at_work.copy()
+        had = {tenant: self._had_by_now(tenant) for tenant in self._had}
+        newcomers = {tenant for tenant in self._waiting if self._is_new(tenant)}
         for priority in sorted(of_priority):
-            yield from self._merged(of_priority[priority], had, at_work)
+            yield from self._merged(of_priority[priority], had, newcomers)
 
-    def _merged(self, requests: list[Request], had: dict[str, float], at_work: Counter[str]) -> Iterator[Request]:
+    def _merged(self, requests: list[Request], had: dict[str, float], newcomers: set[str]) -> Iterator[Request]:
         """Requests of several tenants, each tenant's in their order, as they would be started one after another."""
         of_tenant: dict[str, list[Request]] = {}
         for request in reversed(requests):
             of_tenant.setdefault(request.tenant, []).append(request)
 
         def place(tenant: str) -> tuple[bool, float, float, str]:
-            return at_work[tenant] > 0, had[tenant], self._ranks[of_tenant[tenant][-1]], tenant
+            return tenant not in newcomers, had[tenant], self._ranks[of_tenant[tenant][-1]], tenant
 
         heap = [place(tenant) for tenant in of_tenant]
         heapq.heapify(heap)
@@ -137,7 +152,7 @@ class WaitingQueue:
             *_, tenant = heap[0]
             yield (request := of_tenant[tenant].pop())
             had[tenant] += PROMPT_COST * len(request.prompt_token_ids)
-            at_work[tenant] += 1
+            newcomers.discard(tenant)
             if of_tenant[tenant]:
                 heapq.heapreplace(heap, place(tenant))
             else:

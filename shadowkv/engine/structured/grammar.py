@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
-from shadowkv.engine.structured.json_schema import Effort, check_schema, name_and_param, too_costly
+from shadowkv.engine.structured.json_schema import Effort, check_schema, name_and_param
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache.protocol import settle
@@ -73,7 +73,7 @@ class GrammarConstraint:
     def __init__(self, pool: GrammarPool, number: int, grammar: Grammar, tenant: str) -> None:
         self._pool, self._number, self.grammar, self.tenant = pool, number, grammar, tenant
         self._mask, self._ready = b"", threading.Event()
-        self.failure: str | None = None
+        self.failure: RequestError | None = None
 
     @property
     def effort(self) -> Effort:
@@ -100,6 +100,8 @@ class GrammarConstraint:
         if not self._mask[token // 8] >> token % 8 & 1:
             return False
         self._ready.clear()
+        if self.failure is not None:  # since it has been looked at
+            self._ready.set()
         self._pool.accept(self._number, self, token)
         return True
 
@@ -112,7 +114,7 @@ class GrammarConstraint:
         self._mask = mask
         self._ready.set()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: RequestError) -> None:
         """Ends it."""
-        self.failure = str(too_costly(reason, self.grammar.rules))
+        self.failure = error
         self._ready.set()

@@ -18,6 +18,7 @@ class Compile:
 
     Attributes:
         rules: a JSON schema or other rules (``grammar_text``).
+        niceness: by how much the priority of compiling it is lower than the engine's.
         seconds: of the processor, to compile it.
         match_seconds: of the processor, to accept tokens of an answer and find the next ones.
         memory: bytes beyond what the process begins with.
@@ -25,6 +26,7 @@ class Compile:
 
     rules: str
     one_line: bool
+    niceness: int
     seconds: float
     match_seconds: float
     memory: int
@@ -32,14 +34,13 @@ class Compile:
 
 @dataclass(frozen=True)
 class Match:
-    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new."""
+    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new.
 
-    answer: int
+    Attributes:
+        answer: its number; None if only ended ones are told.
+        ended: numbers of answers that have ended.
+    """
+
+    answer: int | None
     tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Close:
-    """Says that an answer has ended."""
-
-    answer: int
+    ended: list[int]

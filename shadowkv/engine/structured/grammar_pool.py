@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.forker import Forker
-from shadowkv.engine.structured.grammar_messages import COMPILED, OUT_OF_MEMORY, REFUSED, Close, Compile, Match
-from shadowkv.engine.structured.json_schema import Effort, not_compiled, refusal, too_costly
+from shadowkv.engine.structured.grammar_messages import COMPILED, OUT_OF_MEMORY, REFUSED, Compile, Match
+from shadowkv.engine.structured.json_schema import Effort, not_compiled, not_followed, refusal, too_costly
 from shadowkv.engine.structured.turns import Turns
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from shadowkv.engine.tenant_queue import TenantQueue
@@ -48,19 +48,24 @@ MEMORY_BYTES = 2**30
 COMPILING: dict[Effort, int] = {"small": 3, "medium": 3, "large": 2}
 """Compilations at a time."""
 
-QUICK_SECONDS = 0.05
+QUICK_SECONDS = 0.01
 """Work of a process that takes longer is slow: its priority is lowered by ``NICENESS``, and it takes turns."""
 
 SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
 """Processes with slow work that run at a time, and how long each one's turn is while others wait for theirs."""
 
-NICENESS = 10
+NICENESS = 19
+"""By how much the priority of slow work and of compilations is lowered: as far as it goes. Where the engine computes
+with as many threads as there are cores, a step waits for the one whose core is shared."""
 
 KEPT_BYTES = 2**28
 """Memory of the processes that are kept although nobody uses their grammars."""
 
 PROCESS_BYTES = 2**22
 """Memory of a process beside its grammar."""
+
+ENDED = 16
+"""Ended answers that a process which has nothing else to do is told of at a time: each takes memory there."""
 
 REMEMBERED = 4_096
 """Grammars that were too costly, and are refused at once the next time."""
@@ -69,6 +74,7 @@ MOST_DEATHS = 3
 """Processes that an answer may lose through no fault of its own."""
 
 SHUT_DOWN = "the engine is being shut down"
+FAILED = "what follows grammars here has failed; the log has the details"
 
 
 class Grammar(NamedTuple):
@@ -95,7 +101,7 @@ class Answer(Protocol):
     def may_continue(self, mask: bytes) -> None:
         """Takes a bit for each token, 1 where it may come next."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: RequestError) -> None:
         """Ends it."""
 
 
@@ -114,18 +120,21 @@ class _Process:
     """The process of one grammar.
 
     Attributes:
+        tenants: that have asked for it; the first pays for compiling it.
         waiters: are told once it has compiled.
         matched: the answers that it matches, by their numbers.
+        ended: numbers of answers that it is to forget.
         owed: those that wait for their next tokens, ``current`` not among them.
         began: when it began with what it did last.
     """
 
     grammar: Grammar
     effort: Effort
-    tenant: str
+    tenants: list[str] = field(default_factory=list)
     waiters: list[Future[None]] = field(default_factory=list)
     matched: dict[int, _Matched] = field(default_factory=dict)
-    owed: deque[int] = field(default_factory=deque)
+    ended: list[int] = field(default_factory=list)
+    owed: TenantQueue[int] = field(default_factory=partial(TenantQueue[int], 1))
     current: int | None = None
     connection: Connection | None = None
     pid: int | None = None
@@ -137,7 +146,7 @@ class _Process:
     def pays(self) -> str:
         """The tenant that what it is doing is for."""
         found = None if self.current is None else self.matched.get(self.current)
-        return self.tenant if found is None else found.answer.tenant
+        return self.tenants[0] if found is None else found.answer.tenant
 
     @property
     def is_wanted(self) -> bool:
@@ -175,7 +184,7 @@ class GrammarPool:
         self._wakes: socket.socket
         self._selector: selectors.DefaultSelector
         self._thread: threading.Thread | None = None
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._why_closed = threading.Lock(), False, SHUT_DOWN
         self._forker: Forker[_Process] = Forker(vocabulary, module)
         self._by_pid: dict[int, _Process] = {}
         self._grammars: OrderedDict[Grammar, _Process] = OrderedDict()
@@ -193,22 +202,18 @@ class GrammarPool:
         if self._do(partial(self._compile, grammar, effort, tenant, compiled)):
             compiled.add_done_callback(lambda done: self._do(self._end_unwanted) if done.cancelled() else None)
         else:
-            settle(compiled, not_compiled(SHUT_DOWN, grammar.rules))
+            settle(compiled, not_compiled(self._why_closed, grammar.rules))
         return compiled
-
-    def has(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled and kept."""
-        process = self._grammars.get(grammar)
-        return process is not None and process.compiled
 
     def open(self, number: int, answer: Answer) -> None:
         """Begins an answer under a number of its own, which is soon told what may come first."""
         if not self._do(partial(self._match, number, _Matched(answer))):
-            answer.fail(SHUT_DOWN)
+            answer.fail(not_followed(self._why_closed, answer.grammar.rules))
 
     def accept(self, number: int, answer: Answer, token: int) -> None:
         """Takes an answer's next token; it is soon told what may come behind that."""
-        self._do(partial(self._accept, number, answer.grammar, token))
+        if not self._do(partial(self._accept, number, answer.grammar, token)):
+            answer.fail(not_followed(self._why_closed, answer.grammar.rules))
 
     def end(self, number: int, answer: Answer) -> None:
         """Forgets an answer."""
@@ -260,10 +265,12 @@ class GrammarPool:
                 timeout = self._share_out(time.monotonic())
         finally:
             with self._lock:
+                if not self._closed:
+                    self._why_closed = FAILED
                 self._closed = True
             self._obey()
             self._end_forker()
-            self._refuse_all(SHUT_DOWN)
+            self._refuse_all(self._why_closed)
             for end in (self._woken, self._wakes, self._selector):
                 end.close()
 
@@ -275,30 +282,34 @@ class GrammarPool:
         if reason := self._known(grammar, tenant):
             settle(compiled, too_costly(reason, grammar.rules))
             return
-        process = self._process(grammar, effort, tenant)
+        process = self._process(grammar, tenant, lambda: effort)
         if process.compiled:
             settle(compiled, None)
         else:
             process.waiters.append(compiled)
 
-    def _process(self, grammar: Grammar, effort: Effort, tenant: str) -> _Process:
-        """The process of a grammar, which is to be started where there is none; it is the last to go from now on."""
-        process = self._grammars.pop(grammar, None)
-        if process is None:
-            process = _Process(grammar, effort, tenant)
-            self._queued[effort].append(tenant, process)
+    def _process(self, grammar: Grammar, tenant: str, effort: Callable[[], Effort]) -> _Process:
+        """The process of a grammar, which is to be started where there is none; it is the last to go from now on. One
+        that several tenants wait for starts when it is the turn of any of them."""
+        process = self._grammars.pop(grammar, None) or _Process(grammar, effort())
         self._grammars[grammar] = process
+        if process.connection is None and tenant not in process.tenants:
+            process.tenants.append(tenant)
+            self._queued[process.effort].append(tenant, process)
         return process
 
     def _match(self, number: int, matched: _Matched) -> None:
-        answer = matched.answer
+        if (process := self._process_of(matched.answer)) is not None:
+            process.matched[number] = matched
+            process.owed.append(matched.answer.tenant, number)
+            self._give_work(process)
+
+    def _process_of(self, answer: Answer) -> _Process | None:
+        """The process that is to match an answer; None where its grammar is refused, which it is told."""
         if reason := self._known(answer.grammar, answer.tenant):
-            answer.fail(reason)
-            return
-        process = self._process(answer.grammar, answer.effort, answer.tenant)
-        process.matched[number] = matched
-        process.owed.append(number)
-        self._give_work(process)
+            answer.fail(too_costly(reason, answer.grammar.rules))
+            return None
+        return self._process(answer.grammar, answer.tenant, lambda: answer.effort)
 
     def _accept(self, number: int, grammar: Grammar, token: int) -> None:
         process = self._grammars.get(grammar)
@@ -307,17 +318,16 @@ class GrammarPool:
         matched = process.matched[number]
         matched.tokens.append(token)
         matched.new.append(token)
-        process.owed.append(number)
+        process.owed.append(matched.answer.tenant, number)
         self._give_work(process)
 
     def _end(self, number: int, grammar: Grammar) -> None:
         process = self._grammars.get(grammar)
-        if process is None or process.matched.pop(number, None) is None:
+        if process is None or (matched := process.matched.pop(number, None)) is None:
             return
-        if number in process.owed:
-            process.owed.remove(number)
-        if process.connection is not None:
-            self._send(process, Close(number))
+        process.owed.remove(matched.answer.tenant, number)
+        process.ended.append(number)
+        self._give_work(process)
         self._end_unwanted()
 
     def _known(self, grammar: Grammar, tenant: str) -> str | None:
@@ -345,9 +355,11 @@ class GrammarPool:
             return
         for effort, queued in self._queued.items():
             compiling = [p for p in self._grammars.values() if p.effort == effort and p.connection and not p.compiled]
-            in_use = Counter(process.tenant for process in compiling)
+            in_use = Counter(process.tenants[0] for process in compiling)
             while (process := queued.pop(in_use)) is not None:
-                in_use[process.tenant] += 1
+                for tenant in process.tenants:
+                    queued.remove(tenant, process)
+                in_use[process.tenants[0]] += 1
                 self._fork(process)
 
     def _fork(self, process: _Process) -> None:
@@ -358,9 +370,10 @@ class GrammarPool:
         self._works(process)
         self._selector.register(process.connection, selectors.EVENT_READ, partial(self._hear, process))
         seconds = COMPILE_SECONDS[process.effort]
-        self._send(process, Compile(*process.grammar, seconds, MATCH_SECONDS, MEMORY_BYTES))
+        self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
-    def _send(self, process: _Process, message: Compile | Match | Close) -> None:
+    def _send(self, process: _Process, message: Compile | Match) -> None:
+        """Only to one that waits for it: another may be stopped, and would keep this thread waiting."""
         assert process.connection is not None
         with suppress(OSError):  # it has ended, which will be told
             process.connection.send(message)
@@ -378,6 +391,9 @@ class GrammarPool:
         self._busy.discard(process)
         if process in self._slow:
             process.lower_priority(0)
+            process.signal(signal.SIGCONT)  # it may have been stopped since it has answered
+        if not process.compiled:
+            self._queued[process.effort].had(process.tenants[0])
         if kind == REFUSED:
             self._give_up(process, refusal(rest.decode(), process.grammar.rules))
         elif kind == COMPILED:
@@ -393,13 +409,18 @@ class GrammarPool:
         self._give_work(process)
 
     def _give_work(self, process: _Process) -> None:
-        if not process.compiled or process in self._busy or not process.owed:
+        if not process.compiled or process in self._busy:
             return
-        process.current = number = process.owed.popleft()
-        matched = process.matched[number]
+        number = process.owed.pop(Counter())
+        if number is None and len(process.ended) < ENDED:
+            return
+        process.current = number
+        tokens = [] if number is None else process.matched[number].new
         self._works(process)
-        self._send(process, Match(number, matched.new))
-        matched.new = []
+        self._send(process, Match(number, tokens, process.ended))
+        process.ended = []
+        if number is not None:
+            process.matched[number].new = []
 
     def _end_unwanted(self) -> None:
         """Ends compilations that nobody waits for any more, and the processes that were used least recently, where
@@ -415,15 +436,16 @@ class GrammarPool:
 
     def _forget(self, process: _Process) -> None:
         self._grammars.pop(process.grammar, None)
-        self._queued[process.effort].remove(process.tenant, process)
+        for tenant in process.tenants:
+            self._queued[process.effort].remove(tenant, process)
 
-    def _give_up(self, process: _Process, error: RequestError) -> None:
-        """Tells everybody that there will be no such grammar."""
+    def _give_up(self, process: _Process, error: RequestError, no_fault: str | None = None) -> None:
+        """Tells everybody that there will be no such grammar; ``no_fault`` says why where that is not its."""
         self._forget(process)
         for waiter in process.waiters:
             settle(waiter, error)
         for matched in process.matched.values():
-            matched.answer.fail(str(error))
+            matched.answer.fail(error if no_fault is None else not_followed(no_fault, process.grammar.rules))
         process.waiters, process.matched = [], {}
 
     def _works(self, process: _Process) -> None:
@@ -435,7 +457,8 @@ class GrammarPool:
         slow = {process for process in self._busy if process.pid and now - process.began >= QUICK_SECONDS}
         due = [max(0.0, process.began + QUICK_SECONDS - now) for process in self._busy - slow if process.pid]
         for process in slow - self._slow:
-            process.lower_priority(NICENESS)
+            if process.compiled:
+                process.lower_priority(NICENESS)
         if slow != self._slow or now >= self._turn_ends:
             self._slow, self._turn_ends = slow, now + TURN_SECONDS
             chosen = self._turns.change(sorted(slow, key=lambda process: process.began), now)
@@ -483,13 +506,15 @@ class GrammarPool:
         if self._forker.connection is not None:
             with suppress(KeyError):  # it has not been registered
                 self._selector.unregister(self._forker.connection)
+        for process in self._by_pid.values():
+            process.signal(signal.SIGKILL)
         self._forker.end()
         self._by_pid.clear()
 
     def _refuse_all(self, reason: str) -> None:
         for process in [*self._grammars.values()]:
             self._disconnect(process)
-            self._give_up(process, not_compiled(reason, process.grammar.rules))
+            self._give_up(process, not_compiled(reason, process.grammar.rules), reason)
 
     def _disconnect(self, process: _Process) -> None:
         self._busy.discard(process)
@@ -504,19 +529,23 @@ class GrammarPool:
         self._disconnect(process)
         if self._grammars.get(process.grammar) is not process:
             return  # nobody needs it
-        number, reason = process.current, _reason(code, how, process)
+        number, reason, rules = process.current, _reason(code, how, process), process.grammar.rules
         too_much = code in (-signal.SIGPROF, OUT_OF_MEMORY)
         if not process.compiled:
+            self._queued[process.effort].had(process.tenants[0])
             if too_much:
                 self._remember(process.grammar, None, reason)
-            self._give_up(process, too_costly(reason, process.grammar.rules))
+                self._give_up(process, too_costly(reason, rules))
+            else:
+                self._give_up(process, not_compiled(reason, rules), reason)
             return
         self._forget(process)
-        owed = set(process.owed) if number is None else {*process.owed, number}
+        owed = {*process.owed.clear(), number}
         if too_much and number is not None and number in process.matched:
             answer = process.matched.pop(number).answer
-            self._remember(process.grammar, answer.tenant, reason)
-            answer.fail(reason)
+            if code != OUT_OF_MEMORY or not process.matched:  # memory is that of all its answers
+                self._remember(process.grammar, answer.tenant, reason)
+            answer.fail(too_costly(reason, rules))
         for number, matched in process.matched.items():
             self._go_on(number, matched, number in owed, reason)
 
@@ -525,13 +554,14 @@ class GrammarPool:
         matched.deaths += 1
         answer = matched.answer
         if matched.deaths > MOST_DEATHS:
-            answer.fail(reason)
+            answer.fail(not_followed(reason, answer.grammar.rules))
+            return
+        if (process := self._process_of(answer)) is None:
             return
         matched.new = [*matched.tokens]
-        process = self._process(answer.grammar, answer.effort, answer.tenant)
         process.matched[number] = matched
         if owed:
-            process.owed.append(number)
+            process.owed.append(answer.tenant, number)
         self._give_work(process)
 
 

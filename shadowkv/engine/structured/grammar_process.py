@@ -18,7 +18,9 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Close, Compile, Match
+from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Compile, Match
 from shadowkv.engine.structured.grammar_text import grammar_kind
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema
 
@@ -67,8 +69,9 @@ def main(descriptor: int) -> int:
                     children.discard(pid)
                     engine.send((pid, os.waitstatus_to_exitcode(status)))
             if engine in ready:
-                asked = recv_handle(engine)
+                asked, forker = recv_handle(engine), os.getpid()
                 if (pid := os.fork()) == 0:
+                    _end_with(forker)
                     children.clear()  # they are not its own to end
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -81,8 +84,17 @@ def main(descriptor: int) -> int:
     except (OSError, EOFError):
         return 0
     finally:
+        signal.set_wakeup_fd(-1)
         for pid in children:
             os.kill(pid, signal.SIGKILL)
+
+
+def _end_with(forker: int) -> None:
+    """Has this process end with the one that it was forked from, which may have ended by now."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != forker:
+        os._exit(0)
 
 
 def _reap() -> list[tuple[int, int]]:
@@ -95,26 +107,22 @@ def _reap() -> list[tuple[int, int]]:
 
 def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> NoReturn:
     """Compiles one grammar and matches answers with it, in a process of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         asked: Compile = engine.recv()
         _limit_memory(asked.memory)
-        with _processor_time(asked.seconds):
+        with _processor_time(asked.seconds), _low_priority(asked.niceness) as thread:
             try:
-                grammar = compile_schema(info, asked.rules, asked.one_line)
+                grammar = thread.submit(compile_schema, info, asked.rules, asked.one_line).result()
             except ValueError as error:
                 engine.send_bytes(REFUSED + str(error).encode())
                 os._exit(0)
         engine.send_bytes(COMPILED + b"%d" % grammar.memory_size_bytes)
         matchers = _Matchers(grammar, None if grammar_kind(asked.rules) else allowed)
         while True:
-            message: Match | Close = engine.recv()
-            if isinstance(message, Close):
-                matchers.close(message)
-                continue
+            message: Match = engine.recv()
+            matchers.forget(message.ended)
             with _processor_time(asked.match_seconds):
-                mask = matchers.mask(message)
+                mask = b"" if message.answer is None else matchers.mask(message.answer, message.tokens)
             engine.send_bytes(MASK + mask)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -137,19 +145,20 @@ class _Matchers:
         self._bits = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
         self._allowed = None if allowed is None else np.frombuffer(allowed, np.int32)
 
-    def mask(self, asked: Match) -> bytes:
+    def mask(self, answer: int, tokens: list[int]) -> bytes:
         """Bits of the tokens that may come next; none where an answer is at its end, or has left the grammar."""
-        if (matcher := self._matchers.get(asked.answer)) is None:
-            matcher = self._matchers[asked.answer] = self._new()
-        if not all(map(matcher.accept_token, asked.tokens)) or matcher.is_terminated():
+        if (matcher := self._matchers.get(answer)) is None:
+            matcher = self._matchers[answer] = self._new()
+        if not all(map(matcher.accept_token, tokens)) or matcher.is_terminated():
             return bytes(self._bits.nbytes)
         matcher.fill_next_token_bitmask(self._bits, 0)
         bits = self._bits.numpy()[0]
         return (bits if self._allowed is None else bits & self._allowed).tobytes()
 
-    def close(self, asked: Close) -> None:
-        """Forgets an answer."""
-        self._matchers.pop(asked.answer, None)
+    def forget(self, answers: list[int]) -> None:
+        """Forgets answers that have ended; some may never have come."""
+        for answer in answers:
+            self._matchers.pop(answer, None)
 
 
 @contextmanager
@@ -158,6 +167,18 @@ def _processor_time(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@contextmanager
+def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
+    """A thread whose priority is lower than this process's, to which not everybody may return."""
+
+    def lower() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + by)
+
+    with ThreadPoolExecutor(1, initializer=lower) as thread:
+        yield thread
 
 
 def _limit_memory(more: int) -> None:

@@ -95,6 +95,12 @@ def not_compiled(reason: str, rules: str) -> SchemaTimeout:
     return SchemaTimeout(f"the {what} was not compiled: {reason}", param)
 
 
+def not_followed(reason: str, rules: str) -> RequestError:
+    """Why an answer cannot go on where that is not due to the rules."""
+    what, param = name_and_param(rules)
+    return RequestError(f"the {what} is not followed any more: {reason}", param)
+
+
 def name_and_param(rules: str) -> tuple[str, str]:
     """What clients know a schema or other rules as, and the parameter that has them."""
     other = grammar_kind(rules)

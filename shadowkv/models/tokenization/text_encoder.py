@@ -13,6 +13,9 @@ import tokenizers
 
 from shadowkv.models.tokenization.text_form import PIECE_CHARS, TextForm
 
+SAMPLE_CHARS = 64
+"""Of a text, by which the special tokens around all texts are found."""
+
 
 class TokenizerPanic(RuntimeError):
     """The tokenizers library has met what it does not expect, such as a pattern of the tokeniser that never ends."""
@@ -70,7 +73,10 @@ class TextEncoder:
         """Token ids; raises TokenizerPanic, and ValueError for what no tokeniser takes."""
         if len(text) <= PIECE_CHARS:
             return self._ids(text, add_special_tokens)
-        before, after = self._frame if add_special_tokens else ([], [])
+        frame = self._frame(text[:SAMPLE_CHARS]) if add_special_tokens else ([], [])
+        if frame is None:
+            return self._ids(text, add_special_tokens)
+        before, after = frame
         ids = before.copy()
         unwanted = _unwanted.get()
         for piece in self.form.pieces(text):
@@ -79,12 +85,13 @@ class TextEncoder:
             ids += self._ids(piece, False)
         return ids + after
 
-    @cached_property
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after every text."""
-        plain, framed = self._ids("a", False), self._ids("a", True)
-        begin = next(at for at in range(len(framed)) if framed[at : at + len(plain)] == plain)
-        return framed[:begin], framed[begin + len(plain) :]
+    def _frame(self, sample: str) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after every text; None where a sample does not show them."""
+        plain, framed = self._ids(sample, False), self._ids(sample, True)
+        for at in range(len(framed)):
+            if plain and framed[at : at + len(plain)] == plain:
+                return framed[:at], framed[at + len(plain) :]
+        return None
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches release it. The fast

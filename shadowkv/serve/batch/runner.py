@@ -58,6 +58,10 @@ def new_batch(**fields: Any) -> dict[str, Any]:
     return {"status": "validating", "counts": counts, "error": None, "output": None, "errors": None, **times, **fields}
 
 
+BATCHES = "batches"
+"""The tenant of all batches of a server without API keys."""
+
+
 class BatchRunner:
     """What answers them, in one process of a server.
 
@@ -112,7 +116,7 @@ class BatchRunner:
 
     async def _answer(self, record: Record) -> None:
         """Answers a batch, from where that was interrupted if it was; its record says how it has ended."""
-        set_tenant(record.owner)
+        set_tenant(record.owner or BATCHES)
         if self._keeps_keys_apart:
             set_prompt_owner(record.owner)
         folder = self._store.work_folder(record.id)

@@ -18,11 +18,11 @@ from functools import partial
 from threading import Event, Timer
 from typing import TypeVar
 
+from shadowkv.engine.process.fair_turns import FairTurns, in_thread
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.body import Body, read_body
 from shadowkv.serve.bodies.parameters import unknown
 from shadowkv.serve.bodies.reader_process import read_frame, write_frame
-from shadowkv.serve.bodies.turns import FairTurns
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class BodyReader:
     async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
         """The request in a body; long ones of each tenant take turns. Raises ApiError."""
         if len(raw) <= SHORT_BYTES:
-            return await asyncio.to_thread(read_body, raw, model)
+            return await in_thread(tenant, partial(read_body, raw, model))
         return await self.apart(raw, partial(read_body, model=model), tenant)
 
     async def apart(self, raw: bytes | bytearray, work: Callable[[bytes], T], tenant: str = "") -> T:

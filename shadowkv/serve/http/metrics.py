@@ -60,7 +60,7 @@ TIERS_OF = {
 
 
 class ConnectionMetrics:
-    """Metrics of connections, in their own registry.
+    """Metrics of connections and of the requests that come over them, in their own registry.
 
     Args:
         shared: they are of all processes whose environment has one PROMETHEUS_MULTIPROC_DIR.
@@ -81,6 +81,11 @@ class ConnectionMetrics:
         text = "Connections that are open."
         gauge = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum")
         self.connections = gauge.labels(model)
+        text = "Requests by the status of their answers, without probes that were answered."
+        labels = ["model_name", "status"]
+        self._requests = Counter("shadowkv:http_requests", text, labels, registry=self.registry)
+        for status in (200, 500, 503):
+            self._requests.labels(model, status)
 
     async def text(self) -> bytes:
         """The page for Prometheus to read."""
@@ -89,6 +94,10 @@ class ConnectionMetrics:
     def cut(self, reason: str) -> None:
         """Counts a connection that the server closed."""
         self._cut.labels(self._model, reason).inc()
+
+    def answered(self, status: int) -> None:
+        """Counts a request whose answer had this status."""
+        self._requests.labels(self._model, status).inc()
 
 
 class Metrics(ConnectionMetrics):

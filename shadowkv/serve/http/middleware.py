@@ -40,14 +40,15 @@ OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 """Paths for probes and monitoring, which need no key."""
 
 STATS_PATH = "/page/stats"
-"""The page requests it every second: it is not counted among its key's requests, and not logged."""
+"""The page requests it every second: it is not counted among requests, its key's or all, and not logged."""
 
 MAX_DIGITS = 18
 """Of a body's length, as a number that can be compared."""
 
 
 class RequestLog:
-    """ASGI middleware, the outermost one: every answer has an ``X-Request-Id``, every request gets a line at its end.
+    """ASGI middleware, outermost: every answer has an ``X-Request-Id``; every request gets a line at its end and
+    is counted by the status of its answer.
 
     Args:
         app: the application that answers.
@@ -92,8 +93,10 @@ class RequestLog:
             elif begun and not complete:  # what has not begun is answered outside of this
                 record.cut = record.cut or INTERNAL
             # Probes and the page poll every few seconds.
-            if self._log and not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
-                logger.info("%s", _line(scope, record))
+            if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
+                scope["app"].state.metrics.answered(record.status)
+                if self._log:
+                    logger.info("%s", _line(scope, record))
             if self._tracing is not None:
                 self._tracing.add(scope, record)
 

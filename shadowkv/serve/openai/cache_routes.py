@@ -25,7 +25,7 @@ from shadowkv.serve.openai.protocol import RestoreRequest, SaveRequest
 from shadowkv.serve.text.tokenization import in_turn
 
 if TYPE_CHECKING:
-    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.engine.process.client import ClientRequest, EngineClient
 
 
 def cache_routes(engine: EngineClient, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
@@ -37,13 +37,16 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         endpoint: Endpoint = completions if body.messages is None else chat_completions
         params = SamplingParams(max_tokens=1, temperature=0.0, cache_salt=body.cache_salt)
 
-        owner = prompt_owner()
+        owner, tenant = prompt_owner(), current_tenant()
 
         def encode() -> list[int]:
             return endpoint.prompts(body, engine.max_model_len)[0]
 
-        prompt = await in_turn(current_tenant(), sum(endpoint.sizes(body)), encode)
-        request = await in_turn(current_tenant(), len(prompt), lambda: engine_request(engine, prompt, params, owner))
+        def made() -> ClientRequest:
+            return engine_request(engine, prompt, params, owner, tenant)
+
+        prompt = await in_turn(tenant, sum(endpoint.sizes(body)), encode)
+        request = await in_turn(tenant, len(prompt), made)
         return await engine.save(_own(body.name), request, metrics.observe)
 
     async def respond(body: RestoreRequest, request: Request, work: Callable[[], Awaitable[Saved]]) -> Response:

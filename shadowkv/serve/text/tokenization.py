@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
+from shadowkv.engine.process.fair_turns import FairTurns, in_thread
 from shadowkv.models.tokenization.text_encoder import NobodyWaits, unless_set
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.limits import TOKENIZE_TOKENS
-from shadowkv.serve.bodies.turns import FairTurns
 from shadowkv.serve.text.memory import give_back_small_blocks
 from shadowkv.wording import counted
 
@@ -44,10 +44,10 @@ _at_work: set[Event] = set()
 
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, on a thread; of those with a ``size`` above ``LONG`` only a few run at a time, which the
-    tenants share, and none longer than somebody waits for it. Raises ApiError where ``drop_long`` ends it."""
+    """What ``work`` returns, on a thread that the tenants share; of those with a ``size`` above ``LONG`` only a few run
+    at a time, and none longer than somebody waits for it. Raises ApiError where ``drop_long`` ends it."""
     if size <= LONG:
-        return await asyncio.to_thread(work)
+        return await in_thread(tenant, work)
     async with _turns.of(tenant):
         unwanted = Event()
         _at_work.add(unwanted)

@@ -1,13 +1,17 @@
-"""Turns at work of which few things can be done at a time."""
+"""Turns at work of which few things can be done at a time, and on the threads of asyncio."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from shadowkv.engine.tenant_queue import TenantQueue
+
+T = TypeVar("T")
 
 
 class FairTurns:
@@ -56,4 +60,20 @@ class FairTurns:
 
     def _take_back(self, tenant: str) -> None:
         self._in_use -= Counter((tenant,))  # which keeps no zeros: tenants may be many
+        self._waiting.had(tenant)
         self._hand_out()
+
+
+_threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
+"""As many as ``asyncio.to_thread`` has, where they would be given to those who came first."""
+
+
+async def in_thread(tenant: str, work: Callable[[], T]) -> T:
+    """What ``work`` returns, on one of the threads that tenants share. It cannot be interrupted."""
+    async with _threads.of(tenant):
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait((working,))  # the turn is free when its work has ended
+            raise

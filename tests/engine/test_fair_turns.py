@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from shadowkv.serve.bodies.turns import FairTurns
+from shadowkv.engine.process.fair_turns import FairTurns
 
 
 class Crowd:
@@ -73,16 +73,16 @@ def test_a_free_turn_goes_to_who_has_fewest_and_then_to_who_waited_longest():
         await crowd.add("a1", "a2", "a3", "b1", "b2", "c1")
         for _ in range(6):
             await crowd.end(crowd.began[-1])
-        assert crowd.began == ["a1", "a2", "b1", "c1", "a3", "b2"]
+        assert crowd.began == ["a1", "b1", "c1", "a2", "b2", "a3"]
         crowd = Crowd(2)
         await crowd.add("a1", "b1", "a2", "b2", "c1")
         assert crowd.began == ["a1", "b1"]
         await crowd.end("a1")
-        assert crowd.began[2:] == ["a2"]  # it has none any more, as c, and has waited longer
+        assert crowd.began[2:] == ["c1"]  # a had one just now
         await crowd.end("b1")
-        assert crowd.began[3:] == ["b2"]
-        await crowd.end("a2")
-        assert crowd.began[4:] == ["c1"]
+        assert crowd.began[3:] == ["a2"]
+        await crowd.end("c1")
+        assert crowd.began[4:] == ["b2"]
 
     asyncio.run(run())
 

@@ -1,0 +1,71 @@
+{{- define "shadowkv.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 53 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 53 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "shadowkv.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "shadowkv.labels" -}}
+{{ include "shadowkv.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- end }}
+
+{{- define "shadowkv.several" -}}
+{{- if or .Values.autoscaling.enabled (gt (int .Values.replicas) 1) }}yes{{ end }}
+{{- end }}
+
+{{- /* The server's flags, one a line, behind the image's "shadowkv serve --host 0.0.0.0". */}}
+{{- define "shadowkv.flags" -}}
+- --port=8000
+- {{ printf "--model=%s" .Values.model | quote }}
+{{- range $name, $value := .Values.flags }}
+{{- if kindIs "bool" $value }}
+- --{{ $name }}
+{{- else if kindIs "slice" $value }}
+- --{{ $name }}
+{{- range $value }}
+- {{ . | quote }}
+{{- end }}
+{{- else if kindIs "float64" $value }}
+- --{{ $name }}={{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
+{{- else if not (kindIs "invalid" $value) }}
+- {{ printf "--%s=%v" $name $value | quote }}
+{{- end }}
+{{- end }}
+{{- if gt (int .Values.gpus) 1 }}
+- --tensor-parallel-size={{ int64 .Values.gpus }}
+{{- end }}
+{{- with .Values.segments }}
+- --kv-disk-dir=/segments
+- --kv-disk-gib={{ int64 .gib }}
+{{- end }}
+- --shutdown-timeout={{ int64 .Values.shutdownTimeout }}
+{{- end }}
+
+{{- /* Refuses values that do not go together, which the schema cannot see. */}}
+{{- define "shadowkv.check" -}}
+{{- if gt (int .Values.gpus) 1 }}
+{{- if .Values.segments }}{{ fail (printf "gpus=%v: segments do not work with several GPUs yet: set segments to null" .Values.gpus) }}{{ end }}
+{{- if hasKey .Values.flags "kv-offload-gib" }}{{ if not (kindIs "invalid" (index .Values.flags "kv-offload-gib")) }}
+{{- fail (printf "gpus=%v: kv-offload-gib does not work with several GPUs yet: set flags.kv-offload-gib to null" .Values.gpus) }}{{ end }}{{ end }}
+{{- end }}
+{{- if include "shadowkv.several" . }}
+{{- range $name := list "cache" "segments" }}
+{{- with index $.Values $name }}
+{{- if and (not .existingClaim) (ne .accessMode "ReadWriteMany") }}
+{{- fail (printf "%s.accessMode=%s: several servers need ReadWriteMany, or %s=null" $name .accessMode $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.secret.create (not .Values.secret.apiKeys) }}
+{{- fail "secret.create needs secret.apiKeys: without keys the server would answer anybody" }}
+{{- end }}
+{{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) }}
+{{- fail (printf "autoscaling.minReplicas=%v is more than maxReplicas=%v" .Values.autoscaling.minReplicas .Values.autoscaling.maxReplicas) }}
+{{- end }}
+{{- end }}
