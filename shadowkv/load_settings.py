@@ -10,7 +10,7 @@ from typing import Any
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEQUANTISED = "none"
-QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int8", "nvfp4", "mxfp4", DEQUANTISED)
+QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTISED)
 """The first is arithmetic in 8 bits, for any files, with the last weights are dequantised whatever files have them in;
 the others say what random weights are in, and plans."""
 

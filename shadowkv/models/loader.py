@@ -25,6 +25,7 @@ from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
+from shadowkv.models.downloads import HUB, Hub
 from shadowkv.models.families.registry import family, has_interleaved_experts, text_weight
 from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
 from shadowkv.models.gguf.config import config_from_gguf
@@ -32,7 +33,7 @@ from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.sharding import Shard
-from shadowkv.models.sources import HUB, Hub, adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
+from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.quantised.rows import Form

@@ -21,7 +21,7 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import HIT_RATE
 from shadowkv.load_settings import DTYPES, OVERRIDES_HELP, QUANTIZATIONS, parse_count, parse_overrides
-from shadowkv.plan.cards import CARDS
+from shadowkv.plan.cards import CARDS, parse_card
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
@@ -99,7 +99,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
     machine = parser.add_argument_group("machine")
     text = "whose memory and bandwidths these are; measured on an H200, for others by data sheet (default: %(default)s)"
-    machine.add_argument("--gpu", type=str.lower, choices=CARDS, default="h200", help=text)
+    machine.add_argument("--gpu", type=parse_card, metavar="|".join(CARDS), default="h200", help=text)
     for flag, default, unit, text in (
         ("--gpu-memory-gib", None, "GIB", "device memory (default: that of --gpu)"),
         ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),

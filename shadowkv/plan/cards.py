@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HOST_BANDWIDTH
@@ -54,3 +56,17 @@ CARDS = {
     "rtx-3090": Card(23, 0.936, 4),
 }
 """Those with several kinds of memory are the SXM ones."""
+
+
+def parse_card(text: str) -> str:
+    """The name of a card as people write it: ``4090``, ``RTX 4090``, ``NVIDIA H100``; ``a100`` is the one of 80 GB.
+
+    Raises ArgumentTypeError where there is none.
+    """
+    words = [word for word in re.split(r"[\s_-]+", text.lower()) if word not in ("nvidia", "geforce", "tesla")]
+    for name in CARDS:
+        known = name.split("-")
+        ends = [known[first:] for first in range(len(known)) if not known[first].endswith("gb")]
+        if "".join(words) in {"".join(part) for part in (*ends, known[:1])} - {"rtx"}:
+            return name
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(CARDS)}; --gpu-memory-gib takes any other's")

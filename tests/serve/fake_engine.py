@@ -85,6 +85,7 @@ class FakeEngine:
     """
 
     model_name = "fake"
+    advice: str | None = None
     max_model_len = 200
     max_queued_seqs = 200
     fingerprint = "01234567"

@@ -137,6 +137,21 @@ def add(page: Any, name: str = "lighthouse.pdf", content: bytes | None = None) -
     page.set_input_files("#file", {"name": name, "mimeType": "application/octet-stream", "buffer": content})
 
 
+def paste(page: Any, text: str) -> None:
+    """Pastes a text into the question, as from another program."""
+    page.focus("#question")
+    page.evaluate(
+        """text => {
+          const data = new DataTransfer();
+          data.setData("text/plain", text);
+          const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+          const field = document.getElementById("question");
+          if (field.dispatchEvent(event)) field.setRangeText(text, field.selectionStart, field.selectionEnd, "end");
+        }""",
+        text,
+    )
+
+
 def ask(page: Any, question: str) -> None:
     """Asks, as soon as that is possible: once documents are read, and the last answer has ended."""
     from playwright.sync_api import expect

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -93,6 +93,9 @@ def test_what_the_server_says_of_itself(call, post, engine):
     post("completions", prompt="Hi")
     stats = call("GET", "/page/stats").json()
     assert stats["policy"] == "fake" and stats["compared"] is None and stats["waiting"] == 3
+    assert stats["advice"] is None
+    engine.advice = "a very small model"
+    assert call("GET", "/page/stats").json()["advice"] == "a very small model"
     assert (stats["prompt_tokens"], stats["generated_tokens"], stats["hit_tokens"]) == (3, len(REPLY), 2)
     assert stats["first_tokens"] == 1 and stats["first_token_seconds"] == pytest.approx(3, rel=0.01)
     sizes = {name: (tier["used_bytes"], tier["total_bytes"]) for name, tier in stats["tiers"].items()}
@@ -198,26 +201,13 @@ def test_texts():
 
 
 def test_pdfs(monkeypatch):
-    pypdf = pytest.importorskip("pypdf", reason="pypdf reads PDFs")
+    pytest.importorskip("pypdfium2", reason="pypdfium2 reads PDFs")
     found = read_document(pdf(log(30)))
     assert found.pages == 2 and FACT in found.text.replace("\n", " ")
-
-    def written(**options):
-        writer = pypdf.PdfWriter()
-        for page in pypdf.PdfReader(BytesIO(pdf("Hello"))).pages if options else ():
-            writer.add_page(page)
-        if options:
-            writer.encrypt(**options)
-        else:
-            writer.add_blank_page(100, 100)
-        out = BytesIO()
-        writer.write(out)
-        return out.getvalue()
-
-    assert read_document(written(user_password="", owner_password="x", algorithm="RC4-128")).text == "Hello"
+    assert read_document(pdf("Hello", password="")).text == "Hello"  # as with a password for changes alone
     for raw, reason in (
-        (written(user_password="x", algorithm="RC4-128"), "encrypted"),
-        (written(), "only pictures"),
+        (pdf("Hello", password="x"), "encrypted"),
+        (pdf(""), "only pictures"),
         (pdf("Hello")[:200], "cannot be read"),
         (b"%PDF-1.4 nonsense", "cannot be read"),
     ):
@@ -227,6 +217,28 @@ def test_pdfs(monkeypatch):
     monkeypatch.setattr(documents, "MAX_TEXT_CHARS", 100)
     with pytest.raises(ApiError, match="more than 100 characters"):
         read_document(pdf(log(30)))
+
+
+def test_words_that_lines_divide_are_put_together():
+    """With the hyphen where they are written with it elsewhere."""
+    pytest.importorskip("pypdfium2", reason="pypdfium2 reads PDFs")
+    lines = [
+        "A royalty-free lighthouse is royalty-",
+        "free; the keep-",
+        "er has a light-",
+        "house.",
+        "Day 3-",
+        "4, x-",
+        "y.",
+    ]
+    text = read_document(pdf("\n".join(lines))).text
+    assert text == "A royalty-free lighthouse is royalty-free; the keeper has a lighthouse.\nDay 3-\n4, xy."
+
+
+def test_a_pdf_without_what_reads_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    with pytest.raises(ApiError, match="PDFs need pypdfium2, which the server lacks"):
+        read_document(pdf("Hello"))
 
 
 def test_a_document_over_http(call, monkeypatch):

@@ -138,6 +138,7 @@ class EngineClient:
         self, facts: EngineFacts, tokenizer: Tokenizer, folder: str, alive: Callable[[], bool] = lambda: True
     ) -> None:
         self._facts, self.tokenizer, self._folder, self._alive = facts, tokenizer, folder, alive
+        self.advice = facts.advice
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role

@@ -27,6 +27,7 @@ from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
 from shadowkv.engine.warmup import warm_up
 from shadowkv.layers.group import RankFailure
+from shadowkv.models.known import advice
 from shadowkv.prefix_cache.named.saves import Saves
 from shadowkv.prefix_cache.protocol import NotDone, SaveError, settle
 from shadowkv.wording import counted
@@ -120,6 +121,7 @@ class EngineCore:
             engine.requests.stop_ids,
             engine.sampling_defaults,
             engine.config,
+            advice(engine.config.model),
         )
 
     def has_left(self, client: str) -> None:

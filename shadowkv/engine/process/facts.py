@@ -86,6 +86,7 @@ class EngineFacts:
         socket: its name in the folder.
         notes: lines for the start of a server: model, policy, and how many sequences of which length fit where.
         stop_ids: tokens that end an answer.
+        advice: what is to be expected of a model that is too small to answer well; None for others.
     """
 
     socket: str
@@ -95,6 +96,7 @@ class EngineFacts:
     stop_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     config: EngineConfig
+    advice: str | None = None
 
 
 @dataclass(frozen=True)

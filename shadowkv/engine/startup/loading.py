@@ -24,8 +24,9 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.directory import GENERATION_CONFIG, NUMBERS, read_sampling
+from shadowkv.models.downloads import Hub
+from shadowkv.models.known import advice
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
-from shadowkv.models.sources import Hub
 from shadowkv.models.tokenization.chat_template import template_source
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.registry import LIBRARIES, Ops, choose
@@ -180,6 +181,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     lines = [
         f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
         f"{loaded.model.weights_in_words} on {cache.device}{ranks}",
+        *([f"advice  {told}"] if (told := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
         *(

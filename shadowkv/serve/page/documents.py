@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from dataclasses import dataclass
-from io import BytesIO
+from typing import TYPE_CHECKING
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.limits import MAX_TEXT_CHARS
+
+if TYPE_CHECKING:
+    from pypdfium2 import PdfPage
 
 MAX_DOCUMENT_BYTES = 20 * 2**20
 """Size limit of a file: a PDF of a thousand pages of text has a few MB, anything larger is pictures."""
 
 DOCUMENT_SECONDS = 60.0
-"""Time limit for reading one; pypdf reads some 20 pages a second."""
+"""Time limit for reading one; PDFium reads hundreds of pages a second."""
+
+_DIVIDED = "\ufffe"
+"""PDFium's mark for a hyphen and the end of its line, within a word that goes on in the next one."""
+_OTHERS = re.compile("(?<=[^\\W\\d_])[\u2010\u00ad]\r\n(?=[^\\W\\d_])")
+"""The same with a hyphen that PDFium does not take for one: U+2010, as browsers write it, and soft ones."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +55,44 @@ def _plain(raw: bytes) -> str:
 
 
 def _pdf(raw: bytes) -> Document:
+    """Of the pages in order; must run in a process of its own, as PDFium is C++ and takes one call at a time."""
     try:
-        from pypdf import PdfReader
-        from pypdf.errors import DependencyError
+        from pypdfium2 import PdfDocument, PdfiumError
+        from pypdfium2.raw import FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
     except ImportError:
-        raise _unreadable("PDFs need pypdf, which the server lacks: there, pip install pypdf") from None
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes the faulty parts of files
+        raise _unreadable("PDFs need pypdfium2, which the server lacks: there, pip install pypdfium2") from None
     try:
-        reader = PdfReader(BytesIO(raw))
-        if reader.is_encrypted and not reader.decrypt(""):  # most have a password only for changes
-            raise _unreadable("this PDF is encrypted; save it without a password")
-        pages, length = [], 0
-        for page in reader.pages:
-            pages.append(page.extract_text().strip())
-            length += len(pages[-1])
-            if length > MAX_TEXT_CHARS:
-                break
-    except (ApiError, MemoryError):
-        raise
-    except DependencyError:
-        raise _unreadable("this PDF is encrypted; save it without a password") from None
-    except Exception as error:  # of any kind: files may be truncated, or made to break readers
-        raise _unreadable(f"this PDF cannot be read ({type(error).__name__})") from None
-    text = "\n\n".join(pages)
-    return Document(text.encode("utf-8", "ignore").decode(), len(reader.pages))  # without lone surrogates
+        with PdfDocument(raw) as opened:  # without a password, or with one for changes alone
+            pages, length = [], 0
+            for page in opened:
+                pages.append(_page_text(page))
+                length += len(pages[-1])
+                if length > MAX_TEXT_CHARS:
+                    break
+            return Document(_whole_words("\n\n".join(pages)), len(opened))
+    except PdfiumError as error:
+        if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
+            raise _unreadable("this PDF is encrypted; save it without a password") from None
+        raise _unreadable("this PDF cannot be read; it is damaged or not whole") from None
+
+
+def _page_text(page: PdfPage) -> str:
+    found = page.get_textpage()
+    text = found.get_text_range()  # not get_text_bounded(), where a hyphen at the end of a line is lost
+    found.close()
+    page.close()
+    return _OTHERS.sub(_DIVIDED, text).replace("\r\n", "\n").replace("\0", "").strip()
+
+
+def _whole_words(text: str) -> str:
+    """Words that lines have divided, in one piece; with a hyphen where they are written with it elsewhere."""
+    hyphenated = set(re.findall(r"\b(\w{1,40})(?=-(\w{1,40}))", text.lower()))
+
+    def joined(word: re.Match[str]) -> str:
+        first, second = word.groups()
+        return f"{first}-{second}" if (first.lower(), second.lower()) in hyphenated else first + second
+
+    return re.sub(rf"(\w{{0,40}}){_DIVIDED}(\w{{0,40}})", joined, text)
 
 
 def _unreadable(message: str) -> ApiError:

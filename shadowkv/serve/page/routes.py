@@ -114,6 +114,7 @@ class ServerStats(Answer):
 
     policy: str
     compared: str | None
+    advice: str | None
     running: int
     waiting: int
     prompt_tokens: float
@@ -170,6 +171,7 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
         answer = {
             "policy": engine.kv,
             "compared": compared,
+            "advice": engine.advice,
             "running": stats.running,
             "waiting": stats.waiting,
             **metrics.figures(),

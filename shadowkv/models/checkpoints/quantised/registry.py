@@ -28,6 +28,7 @@ SHAPES: dict[str, Form] = {
     "fp8-block": GroupForm("e4m3", 128, torch.float32),
     "awq": GroupForm("int4", 128, torch.float16, zeros=True),
     "gptq": GroupForm("int4", 128, torch.float16),
+    "int4": GroupForm("int4", 128, torch.float16),
     "int8": GroupForm("int8", None, torch.bfloat16),
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,

@@ -3,14 +3,15 @@
 
 import { button, copy, count, duration, make, tokens } from "./elements.js";
 import { inPieces, rendered } from "./markdown.js";
+import { repeatsItself } from "./repetition.js";
 
 const TOLD = 1500; // milliseconds that a button says what it has done
 
 export class Answer {
   /**
    * Args:
-   *   record: { title, text, thought, meta, end }; `end` is "" for a whole answer, "length", "stopped" or "broken" for
-   *     one that can be continued, and "answering" while it is written.
+   *   record: { title, text, thought, meta, end, compressed, compared }; `end` is "" for a whole answer, "repeated" for one in a
+   *     loop, "length", "stopped" or "broken" for one that can be continued, and "answering" while it is written.
    *   chosen: called with the answer and the number of a piece that is clicked.
    */
   constructor(record, chosen) {
@@ -31,13 +32,23 @@ export class Answer {
     this.body.setAttribute("aria-live", "polite");
     this.meta = make("p", "meta", record.meta);
     this.tools = make("div", "row tools");
-    this.element.append(make("h3", "", record.title), this.reading, this.thoughts, this.body, this.meta, this.tools);
+    this.heading = make("h3");
+    this.element.append(this.heading, this.reading, this.thoughts, this.body, this.meta, this.tools);
     this.body.addEventListener("click", (event) => {
       const number = this.pieces.findIndex((piece) => piece.spans.includes(event.target));
       if (number >= 0 && this.pieces[number].selections.length) chosen(this, number);
     });
+    this.name();
     this.render();
     this.offer();
+  }
+
+  /** Says which cache the answer is from, where that says something: where it was compressed, or beside another one. */
+  name() {
+    const { title, compressed, compared } = this.record;
+    const says = Boolean(title && (compressed || compared));
+    this.heading.textContent = says ? title : "Answer";
+    this.heading.classList.toggle("away", !says);
   }
 
   get text() {
@@ -50,7 +61,12 @@ export class Answer {
   }
 
   get canGoOn() {
-    return this.record.end !== "" && this.record.text !== "";
+    return !["", "repeated"].includes(this.record.end) && this.record.text !== "";
+  }
+
+  /** Whether its text, or its thoughts, go round in circles. */
+  get repeatsItself() {
+    return repeatsItself(this.record.text || this.record.thought);
   }
 
   /** Begins to write; what is there already is continued. */
@@ -84,6 +100,10 @@ export class Answer {
     this.first ??= performance.now();
     this.reading.hidden = true;
     this.pending.push(...selections.filter(Boolean));
+    if (!this.record.compressed && selections.some((one) => one && !one.everything)) {
+      this.record.compressed = true;
+      this.name();
+    }
     this.tokens += selections.length;
     this.record.thought += thought;
     if (!text) return;

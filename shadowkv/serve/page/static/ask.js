@@ -5,14 +5,17 @@ import { Gone, isStop, post, stream } from "./api.js";
 import { addTurn, chat, holdChats, save, textOf } from "./chats.js";
 import { isReading, putBack, setUpDocuments, takeDocuments, waitingDocuments } from "./documents.js";
 import { byId, count, policyInWords, show, tell, tokens } from "./elements.js";
+import { DETECTION } from "./repetition.js";
 import { setUpSettings, showSettings } from "./settings.js";
 import { Turn } from "./turns.js";
+import { tellWait, timeBeginning, timed } from "./wait.js";
 
 const REDRAW = 150; // milliseconds, at least, and so many times as long as it takes:
 const REST = 4;
 const KEEP = 1000;
 const RESERVE = 128; // tokens, at least, for a question, its template and the answer
 const CHARACTERS = 3; // of a token, where it was not counted
+const NEAR = 60; // pixels below the screen that an answer's end may be, to be followed
 
 let served = null; // { name, policy, compared, chats, limit }
 let stopping = null;
@@ -30,7 +33,7 @@ export function useServer(about) {
 export function setUpQuestions() {
   setUpAttended();
   setUpSettings();
-  setUpDocuments(update, room);
+  setUpDocuments(update, room, (ids) => served && timeBeginning(served.name, ids).then(update));
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask();
@@ -52,6 +55,7 @@ export function showChat() {
   tell("ask-error", "");
   let cut = false;
   for (const { answers } of chat.turns) {
+    if (!answers.length) answers.push({ title: "", text: "", thought: "", meta: "", end: "answering" });
     for (const answer of answers.filter(({ end }) => end === "answering")) {
       Object.assign(answer, { end: "stopped", meta: "stopped: the page was loaded anew" });
       cut = true;
@@ -90,6 +94,7 @@ function update() {
     ? `Too long to ask: ${chatSoFar}what is added ${tokens(more)}, and this model takes ${count(served.limit)} with the answer.`
       + " Remove a document, or keep its beginning."
     : `Too long to go on: ${chatSoFar}and this model takes ${count(served.limit)}. Begin a new chat.`);
+  tellWait(tooLong || stopping || isReading() ? 0 : more);
   byId("send").disabled = Boolean(stopping) || tooLong || !served;
   byId("stop").disabled = !stopping;
 }
@@ -176,6 +181,7 @@ async function answer(turn, counted) {
   const most = mostTokens(counted.count);
   turn.anew(models.map(title));
   turn.answers[0].strings = counted.token_strs;
+  await save(); // so that a reload while the prompt is read finds an answer to ask for anew
   await writing(turn, models.map((model) => [path, { ...prompt, model, max_tokens: most }]));
 }
 
@@ -218,10 +224,29 @@ async function writing(turn, requests) {
   lookAway();
   offer();
   turn.element.scrollIntoView({ block: "nearest" });
-  const shared = { temperature: chat.temperature, stream_options: { include_usage: true }, return_progress: true };
+  const shared = {
+    temperature: chat.temperature,
+    stream_options: { include_usage: true },
+    return_progress: true,
+    repetition_detection: DETECTION,
+  };
   await Promise.all(requests.map(([path, body], number) => (
     receive(turn, turn.answers[number], path, { ...body, ...shared, return_selections: !number })
   )));
+}
+
+/** How an answer ended, by `finish_reason`: its `end`, and what is said of it. */
+const ENDS = {
+  length: ({ max_tokens: most }) => ["length", `cut off after ${tokens(most)}`],
+  repetition: () => ["repeated", "stopped, because it repeats itself: ask in other words, or use a larger model"],
+};
+
+/** Draws an answer, and keeps its end in view where it was there before. */
+function drawn(turn, draw) {
+  const { bottom } = turn.element.getBoundingClientRect();
+  const isSeen = bottom > 0 && bottom < window.innerHeight + NEAR;
+  draw();
+  if (isSeen) turn.element.scrollIntoView({ block: "end" });
 }
 
 async function receive(turn, into, path, body) {
@@ -233,18 +258,23 @@ async function receive(turn, into, path, body) {
       usage = chunk.usage ?? usage;
       if (chunk.prompt_progress) {
         into.progress(chunk.prompt_progress);
+        timed(chunk.prompt_progress);
         continue;
       }
       for (const { delta, text, selections, finish_reason: how } of chunk.choices) {
         into.add(text ?? delta.content ?? "", delta?.reasoning_content ?? "", selections);
-        if (how) [end, reason] = how === "length" ? ["length", `cut off after ${tokens(body.max_tokens)}`] : ["", ""];
+        if (how) [end, reason] = ENDS[how]?.(body) ?? ["", ""];
       }
       const now = performance.now();
       if (now > due) {
-        into.render();
+        drawn(turn, () => into.render());
         turn.compare();
         if (first) follow(into);
         due = performance.now() + Math.max(REDRAW, REST * (performance.now() - now));
+        if (end === "stopped" && into.repeatsItself) {
+          [end, reason] = ENDS.repetition();
+          break;
+        }
       }
       if (now > kept + KEEP) {
         kept = now;
@@ -255,7 +285,7 @@ async function receive(turn, into, path, body) {
     if (!isStop(error)) [end, reason] = error instanceof Gone ? ["broken", "broken off"] : ["broken", "refused"];
     throw error;
   } finally {
-    into.finish(end, reason, usage);
+    drawn(turn, () => into.finish(end, reason, usage));
     turn.compare();
     if (first) follow(into);
   }

@@ -1,13 +1,14 @@
-// The chats: what was asked and answered, kept over a reload; and the bar that chooses among them.
+// The chats: what was asked and answered, kept over a reload.
 
-import { byId, download, make, tell } from "./elements.js";
+import { byId, download, tell } from "./elements.js";
+import { showList } from "./list.js";
 import { all, one, openStore, put, remove } from "./store.js";
 
 const TITLE = 60; // characters
 
 /**
  * The one that is open: { id, changed, title, system, length, temperature, turns }, where a turn has its `question`, its
- * `documents` ({ id, name, pages, tokens }) and its `answers` ({ title, text, thought, meta, end, used }).
+ * `documents` ({ id, name, pages, tokens }) and its `answers` ({ title, text, thought, meta, end, used, compressed, compared }).
  */
 export let chat = empty();
 
@@ -56,9 +57,7 @@ async function tried(keeping) {
 export async function setUpChats(whenOpened) {
   opened = whenOpened;
   byId("new").addEventListener("click", () => open(empty()));
-  byId("chats").addEventListener("change", (event) => open(listed.find(({ id }) => id === event.target.value)));
-  byId("delete").addEventListener("click", forget);
-  byId("export").addEventListener("click", () => download(`${fileName(chat.title)}.md`, asMarkdown()));
+  byId("search").addEventListener("input", list);
   window.addEventListener("pagehide", () => { if (chat.turns.length) save(); });
   if (!(await openStore())) {
     tell("kept-note", "This browser keeps nothing for this page: its chats are gone when it is closed.");
@@ -77,9 +76,8 @@ async function open(another) {
   opened();
 }
 
-async function forget() {
-  if (!window.confirm(`Delete “${chat.title}” and its documents from this browser?`)) return;
-  const gone = chat;
+async function forget(gone) {
+  if (!window.confirm(`Delete “${gone.title}” and its documents from this browser?`)) return;
   listed = listed.filter((other) => other !== gone);
   await tried(async () => {
     await remove("chats", gone.id);
@@ -88,19 +86,17 @@ async function forget() {
   await open(listed[0] ?? empty());
 }
 
+async function rename(one, title) {
+  one.title = title;
+  list();
+  await tried(() => put("chats", one));
+}
+
 function list() {
   const shown = listed.includes(chat) ? listed : [chat, ...listed];
-  const options = shown.map(({ id, title }) => {
-    const option = make("option", "", title || "New chat");
-    option.value = id;
-    return option;
-  });
-  byId("chats").replaceChildren(...options);
-  byId("chats").value = chat.id;
-  const isEmpty = !chat.turns.length;
-  byId("chats").disabled = held;
-  byId("export").disabled = isEmpty;
-  for (const id of ["new", "delete"]) byId(id).disabled = held || isEmpty;
+  const exported = (one) => download(`${fileName(one.title)}.md`, asMarkdown(one));
+  showList(shown, chat, held, { open, rename, forget, exported });
+  byId("new").disabled = held || !chat.turns.length;
 }
 
 /** While an answer is being written the chat stays open. */
@@ -111,14 +107,14 @@ export function holdChats(hold) {
 
 const fileName = (title) => title.replaceAll(/[^\p{L}\p{N} -]/gu, "").trim() || "chat";
 
-/** The chat as Markdown; of documents the names. */
-function asMarkdown() {
-  const parts = [`# ${chat.title}`];
-  if (chat.system) parts.push(`System prompt:\n\n> ${chat.system.replaceAll("\n", "\n> ")}`);
-  for (const { question, documents, answers } of chat.turns) {
+/** A chat as Markdown; of documents the names. */
+function asMarkdown({ title: name, system, turns }) {
+  const parts = [`# ${name}`];
+  if (system) parts.push(`System prompt:\n\n> ${system.replaceAll("\n", "\n> ")}`);
+  for (const { question, documents, answers } of turns) {
     parts.push(`## ${question.replaceAll("\n", " ")}`);
     if (documents.length) parts.push(documents.map(({ name }) => `- ${name}`).join("\n"));
-    for (const { title, text, meta } of answers) parts.push(`### ${title}`, text.trim(), `_${meta}_`);
+    for (const { title, text, meta } of answers) parts.push(`### ${title || "Answer"}`, text.trim(), `_${meta}_`);
   }
   return `${parts.filter(Boolean).join("\n\n")}\n`;
 }

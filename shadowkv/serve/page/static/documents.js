@@ -5,10 +5,13 @@ import { isStop, post, readDocument } from "./api.js";
 import { button, byId, make, show, tell, tokens } from "./elements.js";
 
 const MOST_BYTES = 20 * 2 ** 20;
+const LONG_PASTE = 1000; // characters, from which on a text is no question
+const [LONG_WORD, MANY] = [30, 0.05]; // letters, and a share of all letters
 
 let waiting = []; // { id, name, pages, text, tokens }; without tokens it is being read or counted
 let changed = () => {};
 let room = () => Infinity;
+let counting = () => {};
 
 /** Those for the next question. */
 export const waitingDocuments = () => waiting;
@@ -30,9 +33,10 @@ export function putBack(documents) {
   present();
 }
 
-/** `whenChanged` is called after every change; `roomLeft` gives the tokens that there are for all of them. */
-export function setUpDocuments(whenChanged, roomLeft) {
-  [changed, room] = [whenChanged, roomLeft];
+/** `whenChanged` is called after every change; `roomLeft` gives the tokens that there are for all of them; `whenCounted` is
+ * called with the tokens of each. */
+export function setUpDocuments(whenChanged, roomLeft, whenCounted) {
+  [changed, room, counting] = [whenChanged, roomLeft, whenCounted];
   const drop = byId("drop");
   byId("file").addEventListener("change", (event) => {
     for (const file of event.target.files) open(file);
@@ -45,16 +49,11 @@ export function setUpDocuments(whenChanged, roomLeft) {
       if (name === "drop") for (const file of event.dataTransfer.files) open(file);
     });
   }
-  byId("take").addEventListener("click", () => {
-    const text = byId("pasted").value;
-    if (!text.trim()) {
-      tell("document-error", "There is no text to use yet.");
-      return;
-    }
-    byId("pasted").value = "";
-    byId("paste").open = false;
-    const one = begin("Pasted text");
-    finish(one, text, 0);
+  byId("question").addEventListener("paste", (event) => {
+    const text = event.clipboardData.getData("text/plain");
+    if (text.length < LONG_PASTE) return;
+    event.preventDefault();
+    finish(begin("Pasted text"), text, 0);
   });
 }
 
@@ -88,6 +87,7 @@ async function finish(one, text, pages) {
     const counted = await (await post("/tokenize", body, one.reading.signal)).json();
     Object.assign(one, { text, pages, tokens: counted.count });
     present();
+    counting(counted.tokens);
     byId("question").focus();
   } catch (error) {
     failed(one, error);
@@ -133,9 +133,22 @@ function entry(one, tooLong) {
   const taken = button("Remove", () => remove(one), "quiet");
   taken.setAttribute("aria-label", `Remove ${one.name}`);
   item.append(make("strong", "", one.name), make("span", "hint", sizeInWords(one)));
+  if (one.text !== undefined && looksJoined(one.text)) {
+    item.append(make("span", "hint joined", "The words of this text look joined, as if its spaces were lost: answers may be wrong."));
+  }
   if (tooLong && one.tokens !== undefined) item.append(button("Keep the beginning", () => cut(one), "cut"));
   item.append(taken);
   return item;
+}
+
+/** Whether many of its letters are in very long words, as when a PDF's spaces are lost; in scripts that have spaces. */
+export function looksJoined(text) {
+  let [letters, inLong] = [0, 0];
+  for (const [{ length }] of text.matchAll(/[\p{Script=Latin}\p{Script=Cyrillic}\p{Script=Greek}]+/gu)) {
+    letters += length;
+    if (length > LONG_WORD) inLong += length;
+  }
+  return inLong > MANY * letters;
 }
 
 /** "3 pages, 1,200 tokens". */

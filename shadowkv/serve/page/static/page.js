@@ -3,7 +3,7 @@
 import { get, useKey } from "./api.js";
 import { setUpQuestions, showChat, useServer } from "./ask.js";
 import { setUpChats } from "./chats.js";
-import { byId, count, policyInWords, tell } from "./elements.js";
+import { byId, count, make, policyInWords, show, tell } from "./elements.js";
 import { watchServer } from "./live.js";
 
 const [SECOND, NOTICE] = [1000, 8000]; // milliseconds
@@ -11,10 +11,18 @@ const [SECOND, NOTICE] = [1000, 8000]; // milliseconds
 async function meet() {
   const [models, stats, tokenizer] = await Promise.all(["/v1/models", "/page/stats", "/tokenizer_info"].map((path) => get(path)));
   const [model] = models.data;
-  const { policy, compared } = stats;
+  const { policy, compared, advice } = stats;
+  advise(advice ?? "");
   const limit = model.max_model_len;
   byId("model").textContent = `${model.id} · ${policyInWords(policy)} · reads up to ${count(limit)} tokens`;
   useServer({ name: model.id, policy, compared, limit, chats: "chat_template" in tokenizer });
+}
+
+/** What the server says of a model that is very small; a command in it, from `shadowkv` to a bracket, as code. */
+function advise(text) {
+  const [before, command = "", after = ""] = text.split(/(shadowkv serve[^(]*[^(\s])/);
+  byId("advice").replaceChildren(before, make("code", "", command), after);
+  show("advice", Boolean(text));
 }
 
 /** Shows a message for a while. */
@@ -71,7 +79,7 @@ function setUpConnection() {
 /** The chat that is opened, and whether its answer was broken off by a reload of the page. */
 function setUpChat() {
   setUpChats(() => {
-    if (showChat()) notice("The page was loaded anew in the middle of an answer, which was stopped; Continue goes on with it.");
+    if (showChat()) notice("The page was loaded anew in the middle of an answer, which was stopped; Continue goes on with it, Regenerate asks again.");
   });
 }
 

@@ -40,7 +40,8 @@ export class Turn {
 
   /** Replaces the answers by empty ones with these titles. */
   anew(titles) {
-    this.record.answers = titles.map((title) => ({ title, text: "", thought: "", meta: "", end: "answering" }));
+    const compared = titles.length > 1;
+    this.record.answers = titles.map((title) => ({ title, compared, text: "", thought: "", meta: "", end: "answering" }));
     this.fill();
   }
 

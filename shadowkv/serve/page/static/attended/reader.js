@@ -36,7 +36,8 @@ export class Reader {
     this.shares = overLayers(sum);
     const most = Math.max(...this.shares.values(), 0.001);
     for (const [place, share] of this.shares) this.spans[place]?.style.setProperty("--share", share / most);
-    this.list.replaceChildren(...strongest(this.shares, PLACES).map((one) => this.entry(one)));
+    const told = new Map([...this.shares].filter(([place]) => hasWords(this.spans[place]?.textContent ?? "")));
+    this.list.replaceChildren(...strongest(told, PLACES).map((one) => this.entry(one)));
     this.mark();
   }
 
@@ -80,6 +81,9 @@ export class Reader {
     }
   }
 }
+
+/** Whether a place has words of its own: not only space, signs and what a chat template puts between messages. */
+const hasWords = (text) => /[\p{L}\p{N}]/u.test(text.replaceAll(/<\|[^|>]*\|>/g, ""));
 
 function percent(share) {
   const hundredths = 100 * share;
