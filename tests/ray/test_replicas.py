@@ -251,21 +251,29 @@ def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def wait_for_both(server: Server) -> None:
+    """Until both replicas answer: one may have been killed before."""
+    end = time.monotonic() + SECONDS
+    while server.samples("shadowkv:replicas") != {"": 2}:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_killed_is_replaced(server):
-    engines, end = {}, time.monotonic() + SECONDS
-    while not engines:
-        engines = server.engines()
-        assert time.monotonic() < end
-    replica, engine = engines.popitem()
+    wait_for_both(server)
+    replica, engine = server.engines().popitem()
     engine.kill()
+    end = time.monotonic() + SECONDS
     while replica in server.replicas() or len(server.engines()) < 2:
-        assert server.post(prompt="Once", max_tokens=1).status_code == 200
+        answer = server.post(prompt="Once", max_tokens=1)
+        assert answer.status_code == 200, answer.text
         assert time.monotonic() < end
 
 
 @pytest.mark.slow
 def test_what_runs_at_a_signal_to_stop_is_answered(server):
+    wait_for_both(server)
     stream = server.stream("Once", 30)
     next(stream)
     replicas = server.replicas()
