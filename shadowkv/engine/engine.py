@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.execution.sampler import NO_TOKEN
 from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
@@ -443,7 +444,7 @@ class Engine:
         if constraint is not None and constraint.failure is not None:
             too_much = isinstance(constraint.failure, SchemaTimeout)
             return self._fail(running, str(constraint.failure), "timeout" if too_much else None)
-        if constraint is not None and not constraint.accept(token):
+        if token == NO_TOKEN or (constraint is not None and not constraint.accept(token)):
             return self._fail(running, NOTHING_FOLLOWS, "nothing_follows")
         repeats = request.repetition is not None and request.repetition.take(token)
         ends = token in request.stop_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,7 +59,7 @@ class Request:
 
     Attributes:
         allowed: ``allowed_token_ids`` on the device, once they are there.
-        bad_words: token ids of texts that are not to be generated.
+        bad_words: token ids of texts that are not to be generated, by the token before their last one.
         thoughts: what ends thoughts that are too long; None where they have no limit.
         repetition: says whether the answer repeats itself; None where that does not matter.
         prompt: what is looked up in the prefix cache; None where nothing of it is looked up or kept.
@@ -79,7 +79,7 @@ class Request:
     prompt: Prompt | None = None
     tenant: str = ""
     priority: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Mapping[int | None, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     thoughts: Thoughts | None = None
     repetition: Repetitions | None = None
     looked_up: bool = True

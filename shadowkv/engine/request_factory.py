@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.thinking_budget import BEGIN, END, ThinkingBudget
@@ -17,6 +18,9 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.device.matches import Prompt
 from shadowkv.prefix_cache.page_names import PageNames
+
+WORDS_KEPT = 64
+"""Lists of bad words whose token ids are kept."""
 
 
 class RequestFactory:
@@ -46,6 +50,7 @@ class RequestFactory:
         self._config, self._scheduler, self._origin = config, scheduler, origin
         self._random = random.Random(config.seed)
         self._tokenizer = tokenizer
+        self._bad_words = lru_cache(WORDS_KEPT)(self._by_end)  # those of a body with many prompts are the same
         self.limits = RequestLimits(
             vocab_size,
             scheduler.cache.max_model_len,
@@ -88,7 +93,7 @@ class RequestFactory:
             thoughts = ThinkingBudget(self.limits.thinking_tokens, params.thinking_token_budget, prompt_token_ids)
         detection = params.repetition_detection
         repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
-        bad_words = tuple(self._spellings(params.bad_words))
+        bad_words = self._bad_words(params.bad_words)
         return Request(
             request_id,
             prompt_token_ids,
@@ -104,6 +109,13 @@ class RequestFactory:
             thoughts,
             repetition,
         )
+
+    def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
+        """Token ids of words, by the token before their last one."""
+        found: dict[int | None, list[tuple[int, ...]]] = {}
+        for spelling in self._spellings(words):
+            found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)
+        return found
 
     def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
         """Token ids of each word at the beginning of a text, and after a space where that makes as many tokens and

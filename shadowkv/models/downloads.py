@@ -120,8 +120,11 @@ class HubFile:
         revision, folder = hub.revision, hub.download_dir
         kept = try_to_load_from_cache(self.repository, self.file, revision=revision, cache_dir=folder)
         if isinstance(kept, str):
-            return Path(kept)
-        found = Path(hf_hub_download(self.repository, self.file, revision=revision, cache_dir=folder))
+            found = Path(kept)
+            if found.resolve().name == self.sha256:  # as the hub's library names what it has downloaded whole
+                return found
+        else:
+            found = Path(hf_hub_download(self.repository, self.file, revision=revision, cache_dir=folder))
         if revision is None:  # another one may have another file
             try:
                 _check(found, self.sha256, f"{self.file} of {self.repository}")

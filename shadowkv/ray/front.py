@@ -78,7 +78,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        page = merged(await front.metrics(), await app.state.metrics.text())
+        page = merged(await front.metrics(), await app.state.metrics.text(), settings.metrics_prefix)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     front.app = app
@@ -254,24 +254,25 @@ class _Answer:
         return encoded_event(error.body(path), named=False) + b"data: [DONE]\n\n"
 
 
-def merged(pages: Mapping[str, bytes], own: bytes) -> bytes:
+def merged(pages: Mapping[str, bytes], own: bytes, prefix: str) -> bytes:
     """The pages of replicas as one, with the number of replicas.
 
     Args:
         pages: by replica.
         own: the front's page; its samples get no label, and replace the replicas' samples of the same metrics.
+        prefix: of the name of that number.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Pages(pages, own))
+    registry.register(_Pages(pages, own, prefix))
     return generate_latest(registry)
 
 
 class _Pages(Collector):
-    def __init__(self, pages: Mapping[str, bytes], own: bytes) -> None:
-        self._pages, self._own = pages, own
+    def __init__(self, pages: Mapping[str, bytes], own: bytes, prefix: str) -> None:
+        self._pages, self._own, self._prefix = pages, own, prefix
 
     def collect(self) -> Iterator[Metric]:
-        replicas = GaugeMetricFamily("shadowkv:replicas", "Replicas that answer.")
+        replicas = GaugeMetricFamily(f"{self._prefix}:replicas", "Replicas that answer.")
         replicas.add_metric([], len(self._pages))
         yield replicas
         own = {family.name: family for family in text_string_to_metric_families(self._own.decode())}

@@ -86,7 +86,7 @@ class FakeEngine:
 
     model_name = "fake"
     advice: str | None = None
-    max_model_len = 200
+    max_model_len, default_max_tokens = 200, 20
     max_queued_seqs = 200
     fingerprint = "01234567"
     max_num_seqs = 4

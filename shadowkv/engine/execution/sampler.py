@@ -23,6 +23,9 @@ from shadowkv.ops.sampling import mix64
 COLUMNS = PARAMETERS[:-1]
 """Sampling parameters that stay the same from step to step, by their names in ``SamplingParams``."""
 
+NO_TOKEN = -1
+"""In place of a token where a request's parameters leave none."""
+
 
 class Sampler:
     """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit.
@@ -49,8 +52,8 @@ class Sampler:
             requests: B of them.
 
         Returns:
-            token ids; log-probabilities where requested, from the logits before temperature and penalties; and whether
-            a row's logits are all finite: if not, its token has no meaning.
+            token ids, ``NO_TOKEN`` where none may follow; log-probabilities where requested, from the logits before
+            temperature and penalties; and whether a row's logits are all finite: if not, its token has no meaning.
         """
         raw, finite = logits, _finite(logits)
         changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
@@ -61,7 +64,13 @@ class Sampler:
         steps = [len(request.output_token_ids) + 1 for request in requests]
         chosen = torch.stack((self._tokens(logits, requests, steps), finite))
         tokens, is_finite = chosen.tolist()  # one wait for the device
-        return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in is_finite]
+        logprobs = _logprobs(raw, tokens, requests)
+        if changed:
+            values = logits[changed, [tokens[row] for row in changed]].tolist()
+            for row, value in zip(changed, values, strict=True):
+                if value == float("-inf"):
+                    tokens[row] = NO_TOKEN
+        return tokens, logprobs, [bool(row) for row in is_finite]
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
@@ -109,7 +118,7 @@ def _change(logits: Tensor, request: Request) -> None:
         if request.allowed is None:
             request.allowed = ids(params.allowed_token_ids)
         _keep(logits, request.allowed, logits[request.allowed])
-    if banned := [word[-1] for word in request.bad_words if _is_next(word, request.output_token_ids)]:
+    if banned := _bad_tokens(request):
         logits[ids(banned)] = float("-inf")
     if request.constraint is not None:
         request.constraint.mask(logits)
@@ -125,10 +134,14 @@ def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
     logits[tokens] = values
 
 
-def _is_next(word: tuple[int, ...], output: list[int]) -> bool:
-    """Whether an answer ends with all tokens of a word but its last."""
-    before = word[:-1]
-    return not before or tuple(output[-len(before) :]) == before
+def _bad_tokens(request: Request) -> list[int]:
+    """Last tokens of the bad words whose others the answer ends with."""
+    words, output = request.bad_words, request.output_token_ids
+    if not words:
+        return []
+    longer = words.get(output[-1], ()) if output else ()
+    begun = [word[-1] for word in longer if tuple(output[1 - len(word) :]) == word[:-1]]
+    return begun + [token for (token,) in words.get(None, ())]
 
 
 def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:

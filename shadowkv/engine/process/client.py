@@ -140,6 +140,7 @@ class EngineClient:
         self._facts, self.tokenizer, self._folder, self._alive = facts, tokenizer, folder, alive
         self.advice = facts.advice
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
+        self.default_max_tokens = facts.limits.default_max_tokens
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
         self.max_num_seqs, self.scheduling_policy = config.max_num_seqs, config.scheduling_policy

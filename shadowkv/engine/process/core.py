@@ -35,9 +35,9 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""How many tenants' requests may wait, where each has as many as it may; and as many more of tenants with none."""
+"""Requests that may wait in all, as a multiple of a tenant's limit; twice that for a tenant with none waiting."""
 
-RULES_SECONDS = 0.002
+HELD_SECONDS = 0.002
 """How long nothing is done, unless a command comes, where all sequences wait for their grammars."""
 
 LINGER_MS = 1000
@@ -247,10 +247,10 @@ class EngineCore:
         obeyed = False
         while True:
             try:
-                if self.engine.settling:
+                if self.engine.waits_for_rules and not obeyed:
+                    command = self._commands.get(timeout=HELD_SECONDS)
+                elif self.engine.settling:
                     command = self._commands.get_nowait()
-                elif self.engine.waits_for_rules and not obeyed:
-                    command = self._commands.get(timeout=RULES_SECONDS)
                 else:
                     command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:

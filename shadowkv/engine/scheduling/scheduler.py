@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 SPARE_TOKENS = 1024
 """A short question and its answer, for which there is room beside the requests of other tenants."""
 
+MOST_REFUSED = 32
+"""Newcomers that are looked at although there was no room for them."""
+
 MOST_ON_THEIR_WAY = 32
 """Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
 every step."""
@@ -212,13 +215,13 @@ class Scheduler:
         admitted: list[Running] = []
         leaders = list(at_work)
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
-        waiting = self.waiting.ordered()
+        waiting, newcomers, refused = self.waiting.ordered(), self.waiting.newcomers(), 0
         sharing = Sharing(waiting)
         limit = min(most_tokens, self.max_num_batched_tokens - len(self.running))
         if beside:
             limit = min(limit, BLOCK_TOKENS[self.cache.device.type])
         for number, request in enumerate(waiting):
-            newcomer = self.waiting.is_newcomer(request)
+            newcomer = request.tenant in newcomers
             if newcomers_only and not newcomer:
                 break
             if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs + newcomer:
@@ -244,17 +247,19 @@ class Scheduler:
                 break
             if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
-            left = passed + self._spare if self._leaves_room(request, newcomer, admitted) else passed
+            left = passed + self._spare if self._leaves_room(request, newcomer, leaders) else passed
             attempt = Attempt(request, match, left, not beside and not admitted, self.prefix_cache.changes)
             sequence = None if attempt == self._refused else self._reserve(request, match, left, attempt.again)
             if sequence is None:
                 self._refused = attempt
-                if not newcomer:
+                refused += 1
+                if not newcomer or refused == MOST_REFUSED:
                     break
                 newcomers_only = True  # what is left to short ones of them does not keep it waiting
                 continue
             new = length - request.cached_tokens
             self.waiting.start(request, new)
+            newcomers.discard(request.tenant)
             self._forget_match(request)
             sharing.admitted(number)
             admitted.append(Running(request, sequence))
@@ -264,12 +269,11 @@ class Scheduler:
                 break
         return admitted
 
-    def _leaves_room(self, request: Request, newcomer: bool, admitted: list[Running]) -> bool:
-        """Whether a request is to leave memory to short requests of newcomers: where anything else runs, and it is not
-        one of them."""
-        short = len(request.prompt_token_ids) <= SPARE_TOKENS and request.capacity <= SPARE_TOKENS
-        runs = bool(self.running or admitted)
-        return runs and self.waiting.shares(request) and not (newcomer and short)
+    def _leaves_room(self, request: Request, newcomer: bool, at_work: list[Leader]) -> bool:
+        """Whether a request is to leave memory to short requests of newcomers: where anything else runs or is computed,
+        and it is not one of them."""
+        is_one = newcomer and request.capacity <= SPARE_TOKENS
+        return bool(self.running or at_work) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
         """What is cached of a prompt."""

@@ -42,6 +42,7 @@ class WaitingQueue:
         self._waiting: Counter[str] = Counter()
         self._at_work: dict[str, set[Request]] = {}
         self._had: dict[str, float] = {}
+        self._new: set[str] = set()
         self._order: list[Request] | None = None
 
     def __len__(self) -> int:
@@ -99,24 +100,24 @@ class WaitingQueue:
         tokens = sum(len(request.output_token_ids) for request in self._at_work.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 
-    def is_newcomer(self, request: Request) -> bool:
-        """Whether a request's tenant is one, for whom others are to leave room."""
-        return self.shares(request) and self._is_new(request.tenant)
+    def newcomers(self) -> set[str]:
+        """Tenants that wait and for whom nothing is computed, but for those that have had much more than others."""
+        if self._policy == "fcfs":
+            return set()
+        new = {tenant for tenant in self._waiting if tenant and tenant not in self._at_work}
+        if not new:
+            return new
+        least = min(self._had_by_now(tenant) for tenant in self._had if self._is_active(tenant))
+        return {tenant for tenant in new if self._had[tenant] - least <= AHEAD}
 
-    def _is_new(self, tenant: str) -> bool:
-        if tenant in self._at_work:
-            return False
-        least = min(self._had_by_now(one) for one in self._had if self._is_active(one))
-        return self._had[tenant] - least <= AHEAD
-
-    def shares(self, request: Request) -> bool:
-        """Whether a request leaves room for newcomers where it is not a short one of a newcomer itself."""
+    def is_shared(self, request: Request) -> bool:
+        """Whether a request's tenant shares fairly with others."""
         return self._policy != "fcfs" and bool(request.tenant)
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether one waits."""
-        return any(map(self.is_newcomer, self.ordered()[:1]))
+        """Whether the request that is looked at first is a newcomer's."""
+        return any(request.tenant in self._new for request in self.ordered()[:1])
 
     def count(self, tenant: str) -> int:
         """A tenant's waiting requests; may be called from any thread."""
@@ -124,7 +125,9 @@ class WaitingQueue:
 
     def ordered(self) -> list[Request]:
         """As they are to be looked at."""
-        if self._order is None:
+        new = self.newcomers()  # which changes as answers grow
+        if self._order is None or new != self._new:
+            self._new = new
             self._order = [*self._ranks] if self._policy == "fcfs" else [*self._fairly()]
         return self._order
 
@@ -133,7 +136,7 @@ class WaitingQueue:
         for request in sorted(self._ranks, key=self._ranks.__getitem__):
             of_priority.setdefault(request.priority if self._policy == "priority" else 0, []).append(request)
         had = {tenant: self._had_by_now(tenant) for tenant in self._had}
-        newcomers = {tenant for tenant in self._waiting if self._is_new(tenant)}
+        newcomers = self._new.copy()
         for priority in sorted(of_priority):
             yield from self._merged(of_priority[priority], had, newcomers)
 

@@ -73,7 +73,9 @@ class TextEncoder:
         """Token ids; raises TokenizerPanic, and ValueError for what no tokeniser takes."""
         if len(text) <= PIECE_CHARS:
             return self._ids(text, add_special_tokens)
-        frame = self._frame(text[:SAMPLE_CHARS]) if add_special_tokens else ([], [])
+        frame: tuple[list[int], list[int]] | None = ([], [])
+        if add_special_tokens:
+            frame = self._frame(text[:SAMPLE_CHARS]) or self._frame("a")  # blanks alone may be no tokens
         if frame is None:
             return self._ids(text, add_special_tokens)
         before, after = frame

@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
@@ -73,6 +74,9 @@ class DecodeStream:
 
 logger = logging.getLogger(__name__)
 
+TEMPLATES = 8
+"""Compiled chat templates that are kept: the model's, and those of requests, which a batch of chats has in common."""
+
 
 class Tokenizer:
     """A model's tokeniser.
@@ -105,6 +109,7 @@ class Tokenizer:
             self.eos_token_ids |= set(harmony)
         self._texts = TextEncoder(backend)
         self.chat_encoder = ChatEncoder(self._texts)
+        self._compiled = lru_cache(TEMPLATES)(self._compile)
         self.use_template(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
@@ -115,7 +120,7 @@ class Tokenizer:
         self._template = None if source is None else self._compiled(source)
         self.chat_template = source
 
-    def _compiled(self, source: str) -> ChatTemplate:
+    def _compile(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self.chat_encoder.without_marks)  # errors may quote a message
 
     @property

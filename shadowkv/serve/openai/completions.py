@@ -270,7 +270,8 @@ class ChatBatchRequest(ChatRequest):
     @model_validator(mode="after")
     def _check_batch(self) -> ChatBatchRequest:
         at_most(MAX_TEXT_CHARS, "characters", sum(chat.characters for chat in self.chats))
-        for name, fine in (("n", self.n == 1), ("stream", not self.stream), ("tools", not self.tools)):
+        absent = {name: not getattr(self, name) for name in ("stream", "tools", "echo")}
+        for name, fine in {"n": self.n == 1, **absent}.items():
             if not fine:
                 reason = "a batch of chats has one choice for each conversation, whole, without tools"
                 raise refusal(name, f"{name} is not supported here: {reason}")

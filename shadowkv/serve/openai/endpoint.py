@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
@@ -21,7 +20,7 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
-from shadowkv.serve.http.replies import Events, EventStream, reply
+from shadowkv.serve.http.replies import Events, EventStream, encode_json, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.jobs import Job
@@ -124,9 +123,8 @@ class Responder:
             job = await self.job(endpoint, body)
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
-            content = await endpoint.answer(job)
-            # Writing down the log-probabilities of a long prompt takes a while.
-            return await asyncio.to_thread(JSONResponse, content) if job.echo else JSONResponse(content)
+            # Log-probabilities of a long prompt are megabytes, which take json ten times as long.
+            return Response(encode_json(await endpoint.answer(job)), media_type="application/json")
 
         return await reply(request, answer)
 
@@ -197,7 +195,8 @@ async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, mod
     def encode() -> Job:
         is_cut = request.truncate_prompt_tokens is not None
         limit = tokenize_limit(engine.max_model_len) if is_cut else engine.max_model_len
-        prompts = [request.truncated(prompt, engine.max_model_len) for prompt in endpoint.prompts(request, limit)]
+        lengths = engine.max_model_len, engine.default_max_tokens
+        prompts = [request.truncated(prompt, *lengths) for prompt in endpoint.prompts(request, limit)]
         for prompt in prompts:
             prompt.extend(endpoint.opening(request, prompt))
         skip = request.skip_special_tokens and not endpoint.reads_special_tokens(request)

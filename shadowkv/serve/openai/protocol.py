@@ -283,9 +283,10 @@ class GenerationRequest(Sampling):
         """The same for the prompt's tokens."""
         return self.prompt_logprobs
 
-    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
+    def truncated(self, prompt: list[int], max_model_len: int, default_max_tokens: int) -> list[int]:
         """A prompt's last tokens, or its first, as ``truncate_prompt_tokens`` says: -1 is as many as leave room for the
-        answer. Raises ApiError for more than the context has."""
+        answer, of half of the context at most where its length is the server's default. Raises ApiError for more than
+        the context has."""
         most = self.truncate_prompt_tokens
         if most is None:
             return prompt
@@ -293,7 +294,8 @@ class GenerationRequest(Sampling):
             reason = f"truncate_prompt_tokens={most} is more than the context of this model, {max_model_len} tokens"
             raise ApiError(reason, param="truncate_prompt_tokens")
         if most == -1:
-            most = max(1, max_model_len - (self.limit(1) or 1))
+            answer = self.limit(None)
+            most = max(1, max_model_len - (min(default_max_tokens, max_model_len // 2) if answer is None else answer))
         if self.truncation_side == "right":
             return prompt[:most]
         return prompt[max(0, len(prompt) - most) :]

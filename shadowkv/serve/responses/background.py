@@ -16,12 +16,15 @@ from shadowkv.serve.storage.store import Record, Store
 UNFINISHED = ("queued", "in_progress")
 """States of a response that has no answer yet."""
 
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 5.0
 """Seconds between two looks at the store: whether the response is still wanted, which another process may know, and
 that this one is still at work."""
 
 LOST_SECONDS = 60.0
 """Seconds without such a look after which the process that was at work is taken for gone."""
+
+MOST_OF_AN_OWNER = 32
+"""Responses that one process answers for an owner at a time: each writes to the store at every look."""
 
 NOT_FOUND = 404
 
@@ -31,18 +34,21 @@ class Background:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._owners: dict[asyncio.Task[None], str] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
         """Begins a response to the items of an input, and returns it as it is now, without an answer; raises ApiError
-        where it cannot be kept."""
+        where it cannot be kept, or too many are at work."""
+        if [*self._owners.values()].count(owner) >= MOST_OF_AN_OWNER:
+            reason = f"no more than {MOST_OF_AN_OWNER} responses may be at work in the background"
+            raise ApiError(reason, status=429, code="rate_limit_exceeded")
         queued = {**output.answer, "status": "queued"}
         value = {"input": items, "response": queued, "seen": time.time()}
         record = await asyncio.to_thread(self._store.put, owner, "response", queued["id"], value)
         task = asyncio.create_task(self._work(record, output))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._owners[task] = owner
+        task.add_done_callback(self._owners.pop)
         return queued
 
     async def get(self, owner: str, id: str) -> dict[str, Any]:
@@ -68,9 +74,10 @@ class Background:
 
     async def close(self) -> None:
         """Ends all work: the server stops."""
-        for task in self._tasks:
+        tasks = [*self._owners]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, record: Record, output: ResponseOutput) -> None:
         answering = self._answering[record.id] = asyncio.create_task(self._answer(record, output))

@@ -206,10 +206,9 @@ class Store:
             if content is not None:
                 size = max(MIN_BYTES, len(raw) + content)
                 removed = self._make_room(database, record.owner, size - row[1], record.id)
-            changed = (raw, is_open, size, *key)
-            database.execute(
-                "UPDATE records SET value = ?, open = ?, bytes = ? WHERE owner = ? AND kind = ? AND id = ?", changed
-            )
+            changed = (raw, is_open, size, time.time(), *key)
+            columns = "value = ?, open = ?, bytes = ?, used = ?"
+            database.execute(f"UPDATE records SET {columns} WHERE owner = ? AND kind = ? AND id = ?", changed)
         self._remove_content(record.owner, removed)
         return replace(record, value=value)
 

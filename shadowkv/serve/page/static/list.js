@@ -33,7 +33,7 @@ export function showList(chats, chosen, held, acts) {
 
 function entry(chat, isOpen, held, acts, shown) {
   const item = make("li");
-  const title = button(chat.title || "New chat", () => acts.open(chat), "title");
+  const title = button(chat.title || "New chat", () => isOpen || acts.open(chat), "title");
   title.title = chat.title;
   title.disabled = held && !isOpen;
   if (isOpen) title.setAttribute("aria-current", "true");
