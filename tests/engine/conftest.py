@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(tiny: Path) -> Any:
+def make(tiny: Path) -> Iterator[Any]:
+    made: list[Engine] = []
+
     def build(**options: Any) -> Engine:
         # As on a GPU, and compressed as soon as can be.
         settings = {"max_num_seqs": 4, "max_cached_seqs": 2, "fetch_buffer": 2.0, "kv_dense_below": 0, **options}
-        return Engine(EngineConfig(model=str(tiny), load_format="dummy", **settings))
+        made.append(Engine(EngineConfig(model=str(tiny), load_format="dummy", **settings)))
+        return made[-1]
 
-    return build
+    yield build
+    for engine in made:  # what matches their grammars is a process
+        engine.requests.grammars.pool.close()

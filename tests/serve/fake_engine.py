@@ -134,8 +134,9 @@ class FakeEngine:
     def request(
         self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0
     ) -> Request:
-        if (params.logprobs or 0) > 20:
-            raise RequestError(f"logprobs={params.logprobs} is more than 20", "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(params, name) or 0) > 20:
+                raise RequestError(f"{name}={count} is more than 20", name)
         asked = 1 if params.max_tokens is None else params.max_tokens
         least, most = min(prompt_token_ids, default=-1), max(prompt_token_ids, default=-1)
         if not 0 <= least <= most < self.tokenizer.vocab_size:
