@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from shadowkv.engine.execution.sampler import Sampler, _uniform
+from shadowkv.engine.execution.sampler import NO_TOKEN, Sampler, _uniform
 from shadowkv.engine.execution.thinking_budget import ThinkingBudget
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import RepetitionDetectionParams, SamplingParams, choice_seed
@@ -358,11 +358,19 @@ def test_the_last_token_of_a_bad_word_is_not_chosen_after_the_others():
 
     def chosen(output: tuple[int, ...]) -> int:
         asking = request(output=output, temperature=0, bad_words=["a", "b c d"])
-        asking.bad_words = ((4,), (1, 2, 3))
+        asking.bad_words = {None: [(4,)], 2: [(1, 2, 3)]}
         return sample(logits[None].clone(), [asking])[0][0]
 
     assert chosen(()) == chosen((2,)) == chosen((2, 1)) == chosen((1, 2, 0)) == 3
     assert chosen((1, 2)) == chosen((0, 1, 2)) == 2
+
+
+def test_where_no_token_may_follow_none_is_chosen():
+    logits = torch.randn(3, 50)
+    asking = request(allowed_token_ids=[7], bad_words=["x"], logprobs=0), request(allowed_token_ids=[7]), request()
+    asking[0].bad_words = {None: [(7,)]}
+    found, _, finite = sample(logits, [*asking])
+    assert found[:2] == [NO_TOKEN, 7] and found[2] >= 0 and all(finite)
 
 
 def test_thoughts_end_with_their_budget():

@@ -211,6 +211,12 @@ def test_a_file_of_the_hub_is_held_to_its_digest(tmp_path: Path, wheels: Path, m
     with pytest.raises(OSError, match=r"model.gguf of org/model has sha256 .*, expected 00"):
         wrong.fetch()
     assert not held.exists() and asked == [None, "other", None]
+    held.write_bytes(CONTENT[:-1] + b"x")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(held))
+    with pytest.raises(OSError, match=r"model.gguf of org/model has sha256 "):  # of what was kept
+        IN_PARTS.fetch()
+    assert not held.exists()
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
     for file, hub in ((replace(IN_PARTS, parts=None), Hub()), (IN_PARTS, Hub(revision="other"))):
         with pytest.raises(OSError, match=r"the hub did not deliver model.gguf of org/model: offline"):

@@ -66,6 +66,15 @@ def test_one_at_work_says_so_and_can_be_cancelled(client, engine):
     assert ended(client, id)["status"] == "cancelled"
 
 
+def test_an_owner_has_a_few_at_work(client, monkeypatch):
+    monkeypatch.setattr(background, "MOST_OF_AN_OWNER", 1)
+    id = begin(client, "HANG")["id"]
+    body = {"input": "Hi", "background": True}
+    assert error_of(client.post(URL, json=body), 429)["code"] == "rate_limit_exceeded"
+    client.post(f"{URL}/{id}/cancel")
+    wait_until(lambda: client.post(URL, json=body).status_code == 200)
+
+
 def test_what_has_ended_is_not_cancelled(client):
     id = begin(client)["id"]
     answer = ended(client, id)

@@ -219,6 +219,9 @@ def test_a_prompt_is_cut_to_what_the_context_has_room_for(post, engine):
     turns = [{"role": "user", "content": text}]
     assert post("chat", messages=turns, truncate_prompt_tokens=5).status_code == 200
     assert engine.prompts == ["tant>"]
+    engine.prompts.clear()
+    assert post("chat", messages=turns, truncate_prompt_tokens=-1).status_code == 200  # of the server's default length
+    assert [len(prompt) for prompt in engine.prompts] == [engine.max_model_len - engine.default_max_tokens]
 
 
 def test_the_ids_of_requests(post):

@@ -68,7 +68,7 @@ class Sampler:
         if changed:
             values = logits[changed, [tokens[row] for row in changed]].tolist()
             for row, value in zip(changed, values, strict=True):
-                if value == float("-inf"):
+                if value == float("-inf") and is_finite[row]:
                     tokens[row] = NO_TOKEN
         return tokens, logprobs, [bool(row) for row in is_finite]
 
