@@ -32,6 +32,7 @@ SET = EngineConfig(
     max_queued_seqs=77,
     scheduling_policy="priority",
     default_max_tokens=77,
+    max_logprobs=7,
     generation_config="vllm",
     override_generation_config={"top_k": 5},
     seed=7,
@@ -218,8 +219,8 @@ def test_overrides_are_an_object(text, said):
 
 
 def test_an_unknown_quantization_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="quantization='int4' is not one of fp8"):
-        EngineConfig(quantization="int4")
+    with pytest.raises(ValueError, match="quantization='int3' is not one of fp8"):
+        EngineConfig(quantization="int3")
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), -1.0])

@@ -303,7 +303,7 @@ def test_where_fp8_runs(
 
 def test_an_unknown_quantization(tmp_path: Path) -> None:
     build("llama", tmp_path)
-    known = "fp8, fp8-block, awq, gptq, int8, nvfp4, mxfp4"
+    known = "fp8, fp8-block, awq, gptq, int4, int8, nvfp4, mxfp4"
     with pytest.raises(ValueError, match=f"quantization='int3' is not one of {known}"):
         load_model(tmp_path, quantization="int3")
     with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are not quantised, and stay so; leave"):

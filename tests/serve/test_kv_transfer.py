@@ -73,7 +73,7 @@ def test_all_answers_of_a_prefill_server_wait_for_the_disk(serve: Serve, tmp_pat
     with serve(role="prefill") as prefill:
         for count, stream in enumerate((False, True), 1):
             answer = prefill.post("/v1/completions", prompt=tokens(count), max_tokens=1, stream=stream)
-            assert "kv_transfer_params" not in answer.text  # nobody has asked
+            assert "remote_snapshots" not in answer.text  # nobody has asked
             assert len([*(tmp_path / "cache").glob("*.safetensors")]) == count
 
 

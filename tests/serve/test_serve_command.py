@@ -56,7 +56,7 @@ def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     served = []
     monkeypatch.setattr("shadowkv.serve.app.serve", lambda *args: served.append(args[3].settings.tool_call_parser))
     flags = ["--port", "0", "--enable-auto-tool-choice"]
-    for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
+    for template, more, code in (("{{ tools }} {{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
         monkeypatch.setattr(command, "start_engine", lambda config, compare, template=template: process(template))
         assert command.main([*flags, *(["--tool-call-parser", *more] if more else [])]) == code
         assert not code or "add --tool-call-parser hermes|qwen3_coder|" in error_line(capsys)
