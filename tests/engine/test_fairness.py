@@ -72,7 +72,7 @@ def test_a_tenant_without_anything_at_work_is_first() -> None:
     queue.start(b[0], 1000)
     queue.end(b[0])  # has had more, and nothing is computed for it now
     queue.start(a[0], 10)
-    assert names(queue)[0] == "b1" and queue.newcomers() == {"b"} and queue.has_newcomers
+    assert names(queue)[0] == "b1" and queue.newcomers == {"b"} and queue.has_newcomers
     assert queue.is_shared(a[1])
     queue.start(b[1], 1000)
     assert names(queue)[0] == "a1" and not queue.has_newcomers
@@ -83,13 +83,13 @@ def test_a_tenant_that_has_had_much_more_is_no_newcomer() -> None:
     queue = queue_of(*a, *b)
     queue.start(a[0], 10)
     for one in b[:2]:
-        assert queue.newcomers() == {"b"} and names(queue)[0] == one.request_id
+        assert names(queue)[0] == one.request_id and queue.newcomers == {"b"}
         queue.start(one, AHEAD // 2)
         queue.end(one)
-    assert queue.newcomers() == {"b"}  # by what a has had
+    assert names(queue)[0] == "b2" and queue.newcomers == {"b"}  # by what a has had
     queue.start(b[2], AHEAD // 2)
     queue.end(b[2])
-    assert not queue.newcomers() and names(queue) == ["a1", "b3"]
+    assert names(queue) == ["a1", "b3"] and not queue.newcomers
     a[0].output_token_ids += [1] * (AHEAD // OUTPUT_COST)
     assert queue.has_newcomers and names(queue) == ["b3", "a1"]  # as answers grow, though nothing comes or ends
 
@@ -118,14 +118,14 @@ def test_other_policies(policy: str, order: list[str]) -> None:
     requests = request("a0", 9), request("a1", 9), request("b0", 9, priority=-1), request("a2", 9, priority=-2)
     queue = queue_of(*requests, policy=policy)
     assert names(queue) == order
-    assert queue.newcomers() == ({"a", "b"} if policy == "priority" else set())
+    assert queue.newcomers == ({"a", "b"} if policy == "priority" else set())
 
 
 def test_requests_without_a_tenant_leave_no_room_and_need_none() -> None:
     one = request("x", 9)
     one.tenant = ""
     queue = queue_of(one)
-    assert not queue.newcomers() and not queue.is_shared(one) and not queue.has_newcomers
+    assert not queue.has_newcomers and not queue.newcomers and not queue.is_shared(one)
 
 
 def test_who_is_gone_is_forgotten() -> None:

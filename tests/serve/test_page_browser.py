@@ -63,12 +63,6 @@ def engine():
     return engine
 
 
-@pytest.fixture
-def url(engine):
-    with http_server(build_app(engine, "fake")) as url:
-        yield url
-
-
 def opened(page, url):
     page.goto(url)
     expect(page.locator("#model")).to_contain_text("fake · turbo (compressed cache) · reads up to 4,000 tokens")

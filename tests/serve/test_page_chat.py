@@ -9,10 +9,7 @@ import re
 
 import pytest
 from fake_engine import FakeEngine
-from http_server import http_server
 from page_browser import add, ask, look_at, paste
-
-from shadowkv.serve.app import build_app
 
 pytestmark = pytest.mark.slow
 
@@ -47,12 +44,6 @@ def engine():
     engine = Paced()
     engine.max_model_len, engine.kv = 9000, "turbo"
     return engine
-
-
-@pytest.fixture
-def url(engine):
-    with http_server(build_app(engine, "fake")) as url:
-        yield url
 
 
 def opened(page, url):

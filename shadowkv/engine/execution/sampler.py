@@ -62,14 +62,13 @@ class Sampler:
             for row in changed:
                 _change(logits[row], requests[row])
         steps = [len(request.output_token_ids) + 1 for request in requests]
-        chosen = torch.stack((self._tokens(logits, requests, steps), finite))
-        tokens, is_finite = chosen.tolist()  # one wait for the device
+        chosen = self._tokens(logits, requests, steps)
+        may_follow = logits.gather(1, chosen[:, None])[:, 0] > float("-inf")
+        tokens, is_finite, may = torch.stack((chosen, finite, may_follow.long())).tolist()  # one wait for the device
         logprobs = _logprobs(raw, tokens, requests)
-        if changed:
-            values = logits[changed, [tokens[row] for row in changed]].tolist()
-            for row, value in zip(changed, values, strict=True):
-                if value == float("-inf") and is_finite[row]:
-                    tokens[row] = NO_TOKEN
+        for row in changed:
+            if is_finite[row] and not may[row]:
+                tokens[row] = NO_TOKEN
         return tokens, logprobs, [bool(row) for row in is_finite]
 
     @torch.inference_mode()

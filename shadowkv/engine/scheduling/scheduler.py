@@ -215,7 +215,8 @@ class Scheduler:
         admitted: list[Running] = []
         leaders = list(at_work)
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
-        waiting, newcomers, refused = self.waiting.ordered(), self.waiting.newcomers(), 0
+        waiting, refused = self.waiting.ordered(), 0
+        newcomers = self.waiting.newcomers.copy()
         sharing = Sharing(waiting)
         limit = min(most_tokens, self.max_num_batched_tokens - len(self.running))
         if beside:

@@ -34,6 +34,10 @@ class WaitingQueue:
     Args:
         policy: ``fair``, ``fcfs`` (first come, first served), or ``priority``: lower numbers first, and ``fair`` among
             equal ones.
+
+    Attributes:
+        newcomers: tenants that wait and for whom nothing is computed, but for those that have had much more than
+            others, as of the last look at the order.
     """
 
     def __init__(self, policy: str) -> None:
@@ -42,7 +46,7 @@ class WaitingQueue:
         self._waiting: Counter[str] = Counter()
         self._at_work: dict[str, set[Request]] = {}
         self._had: dict[str, float] = {}
-        self._new: set[str] = set()
+        self.newcomers: set[str] = set()
         self._order: list[Request] | None = None
 
     def __len__(self) -> int:
@@ -100,8 +104,7 @@ class WaitingQueue:
         tokens = sum(len(request.output_token_ids) for request in self._at_work.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 
-    def newcomers(self) -> set[str]:
-        """Tenants that wait and for whom nothing is computed, but for those that have had much more than others."""
+    def _newcomers(self) -> set[str]:
         if self._policy == "fcfs":
             return set()
         new = {tenant for tenant in self._waiting if tenant and tenant not in self._at_work}
@@ -117,7 +120,7 @@ class WaitingQueue:
     @property
     def has_newcomers(self) -> bool:
         """Whether the request that is looked at first is a newcomer's."""
-        return any(request.tenant in self._new for request in self.ordered()[:1])
+        return any(request.tenant in self.newcomers for request in self.ordered()[:1])
 
     def count(self, tenant: str) -> int:
         """A tenant's waiting requests; may be called from any thread."""
@@ -125,9 +128,9 @@ class WaitingQueue:
 
     def ordered(self) -> list[Request]:
         """As they are to be looked at."""
-        new = self.newcomers()  # which changes as answers grow
-        if self._order is None or new != self._new:
-            self._new = new
+        newcomers = self._newcomers()  # which change as answers grow
+        if self._order is None or newcomers != self.newcomers:
+            self.newcomers = newcomers
             self._order = [*self._ranks] if self._policy == "fcfs" else [*self._fairly()]
         return self._order
 
@@ -136,7 +139,7 @@ class WaitingQueue:
         for request in sorted(self._ranks, key=self._ranks.__getitem__):
             of_priority.setdefault(request.priority if self._policy == "priority" else 0, []).append(request)
         had = {tenant: self._had_by_now(tenant) for tenant in self._had}
-        newcomers = self._new.copy()
+        newcomers = self.newcomers.copy()
         for priority in sorted(of_priority):
             yield from self._merged(of_priority[priority], had, newcomers)
 
