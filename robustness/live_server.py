@@ -82,14 +82,20 @@ def server_at(url: str) -> psutil.Process:
 
 
 def resident_bytes(server: psutil.Process) -> dict[str, int]:
-    """Resident memory of a server: of the process that clients talk to (``http``), of its ``engine``'s and of those for
-    long ``bodies``."""
-    found = {"http": server.memory_info().rss, "engine": 0, "bodies": 0}
+    """Resident memory of a server: of the process that clients talk to (``http``), of its ``engine``'s, those of
+    grammars among them, and of those for long ``bodies``. What processes share counts once."""
+    found = {"http": _own_share(server), "engine": 0, "bodies": 0}
     for child in server.children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it was replaced
             bodies = "shadowkv.serve.bodies.reader_process" in child.cmdline()
-            found["bodies" if bodies else "engine"] += child.memory_info().rss
+            found["bodies" if bodies else "engine"] += _own_share(child)
     return found
+
+
+def _own_share(process: psutil.Process) -> int:
+    """What no other process has, and its share of the rest, where the platform tells that; else all it has."""
+    memory = process.memory_full_info()
+    return getattr(memory, "pss", memory.rss)
 
 
 @dataclass

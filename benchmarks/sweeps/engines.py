@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +32,8 @@ from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, 
 from shadowkv.models.loader import LoadedModel
 
 ENGINE = "shadowkv"
+
+PROFILED_STEPS = 4
 
 Cell = dict[str, Any]
 
@@ -188,6 +191,29 @@ def window(engine: Engine, steps: int, count: int) -> float:
         torch.cuda.synchronize()
     assert tokens == count * steps, "a sequence has left"
     return (time.perf_counter() - start) / steps
+
+
+def profile(engine: Engine) -> dict[str, Any]:
+    """Device time of a step by kernel, in ms, and the share of the time in which at least one of them ran."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels: dict[str, list[float]] = defaultdict(list)
+    end, ran = events[0].time_range.start, 0.0
+    for event in events:  # some run concurrently
+        kernels[event.name[:120]].append(event.device_time)
+        ran += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    total = sum(map(sum, kernels.values())) / PROFILED_STEPS / 1e3
+    table = [
+        {"kernel": name, "ms_per_step": sum(times) / PROFILED_STEPS / 1e3, "calls": len(times) / PROFILED_STEPS}
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {"device_ms_per_step": total, "busy": ran / (end - events[0].time_range.start), "kernels": table[:40]}
 
 
 def seconds_to_first_token(engine: Engine, prompt: list[int]) -> float:

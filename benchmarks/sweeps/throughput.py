@@ -8,6 +8,11 @@ and values for the others.
 
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
+
+With ``--mix`` a batch has rows of several lengths (``mixes.py``):
+
+    python -m benchmarks.sweeps.throughput --model llama-3-8b-1m --load-format dummy --kv turbo \\
+        --mix 1x1000000,40x61440 1x124928,63x2048 --out results
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ import random
 import re
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps.engines import densities_of, replay_blocks, replayed_density, window
+from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, replay_blocks, replayed_density, window
+from benchmarks.sweeps.mixes import FLOOR_TOKENS, Mix, mix_name, mix_of, time_mix
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
@@ -49,8 +54,6 @@ COLUMNS += ["h2d_mb_per_step", "hit_rate", "status"]
 UTILIZATION = 0.99
 """Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
-PROFILED_STEPS = 4
-
 RAGGED = 64
 """Prompts are up to this many tokens shorter than the context."""
 
@@ -61,9 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
-    parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
+    parser.add_argument("--context", type=int, nargs="+", help="tokens (default: 61440)")
     parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
+    text = "instead of contexts and batches: rows and tokens of the parts of a batch, as 1x1000000,40x61440"
+    parser.add_argument("--mix", type=mix_of, nargs="+", default=[], metavar="PARTS", help=text)
     add_timing_arguments(parser)
     parser.add_argument("--host-memory-gib", type=float, help="pinned memory (default: 85 %% of what is free)")
     parser.add_argument(
@@ -76,23 +81,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.hit_rate is not None and not 0 <= args.hit_rate <= 1:
         parser.error(f"--hit-rate {args.hit_rate} must be a share from 0 to 1")
+    if args.mix and args.context:
+        parser.error("--mix says how long the rows are: leave --context out")
     args.out.mkdir(parents=True, exist_ok=True)
     loaded = None
-    for context in args.context:
+    for mix in args.mix:
+        for kv in args.kv:
+            path = mix_path(args.out, args.model, kv, mix)
+            if path.exists():
+                continue
+            if loaded is None:
+                loaded = load_from_config(config_of(args, kv, 1, FLOOR_TOKENS))
+            cell = measure_mix(args, loaded, kv, mix)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(cell, indent=1) + "\n")
+            times = " ".join(f"{name}={show(ms)}" for name, ms in cell["step_ms"].items())
+            print(f"kv={kv} {times} expected={show(cell['expected_ms'])} ratio={show(cell['ratio'])}", flush=True)
+            free_memory()
+    contexts = args.context or ([] if args.mix else [61440])
+    for context in contexts:
         for kv in args.kv:
             for batch in args.batch:
                 path = cell_path(args.out, args.model, kv, context, batch)
                 if path.exists():
                     continue
                 if loaded is None:
-                    loaded = load_from_config(config_of(args, kv, 1, max(args.context)))
+                    loaded = load_from_config(config_of(args, kv, 1, max(contexts)))
                 cell = measure(args, loaded, kv, context, batch)
                 path.write_text(json.dumps(cell, indent=1) + "\n")
                 print(" ".join(f"{name}={show(cell[name])}" for name in COLUMNS), flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
-    summarise(args.out)
+                free_memory()
+    if contexts:
+        summarise(args.out)
     return 0
+
+
+def free_memory() -> None:
+    """Frees what an engine that nothing refers to any more had."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +136,12 @@ def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto")
     """The JSON file of a cell."""
     name = f"{Path(model).name}_{kv}_{context}_{batch}"
     return out / (re.sub(r"[^\w.-]", "_", name) + ".json")
+
+
+def mix_path(out: Path, model: str, kv: str, mix: Mix) -> Path:
+    """The JSON file of a batch of several lengths."""
+    name = f"{Path(model).name}_{kv}_{mix_name(mix)}"
+    return out / "mixes" / (re.sub(r"[^\w.,-]", "_", name) + ".json")
 
 
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
@@ -147,6 +180,15 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     except (MemoryError, torch.OutOfMemoryError) as error:
         cell["status"] = f"out of memory: {str(error).splitlines()[0]}"
     return cell
+
+
+def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix) -> dict[str, Any]:
+    """Steps of a batch of several lengths, and of its parts."""
+    rows, longest = sum(part.rows for part in mix), max(part.tokens for part in mix)
+    engine = Engine(config_of(args, kv, rows, longest), loaded)
+    cell = {"model": args.model, "kv": kv, "mix": mix_name(mix), "about": provenance()}
+    cell |= {"spec": asdict(engine.cache.spec), "backends": engine.cache.ops.backends}
+    return cell | time_mix(engine, mix, new_tokens(args), args.steps, args.windows)
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
@@ -219,29 +261,6 @@ def first_token(engine: Engine, name: str, prompt: list[int], new: int) -> float
     times = outputs[0].times
     assert times.first_token is not None
     return times.first_token - times.arrival
-
-
-def profile(engine: Engine) -> dict[str, Any]:
-    """Device time of a step by kernel, in ms, and the share of the time in which at least one of them ran."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-        torch.cuda.synchronize()
-    events = [event for event in trace.events() if event.device_type == torch.profiler.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    kernels: dict[str, list[float]] = defaultdict(list)
-    end, ran = events[0].time_range.start, 0.0
-    for event in events:  # some run concurrently
-        kernels[event.name[:120]].append(event.device_time)
-        ran += max(0.0, event.time_range.end - max(end, event.time_range.start))
-        end = max(end, event.time_range.end)
-    total = sum(map(sum, kernels.values())) / PROFILED_STEPS / 1e3
-    table = [
-        {"kernel": name, "ms_per_step": sum(times) / PROFILED_STEPS / 1e3, "calls": len(times) / PROFILED_STEPS}
-        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
-    ]
-    return {"device_ms_per_step": total, "busy": ran / (end - events[0].time_range.start), "kernels": table[:40]}
 
 
 def summarise(out: Path) -> None:

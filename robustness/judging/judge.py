@@ -136,6 +136,7 @@ class Judge:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
+        cut = body.get("truncate_prompt_tokens", self.limit + 1)  # -1: to what fits
         rules = [body[name] for name in ("structured_outputs", *OTHER_NAMES) if name in body]
         formatted = body.get("response_format", {}).get("type", "text") != "text"
         constrained = bool(rules) or formatted
@@ -154,8 +155,8 @@ class Judge:
             "calls of no tools": forced and not body.get("tools"),
             "calls of a given length": forced and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
             "calls or JSON": bool(body.get("tools")) and choice != "none" and constrained,
-            "top_logprobs without logprobs": chat and "top_logprobs" in body and not body.get("logprobs"),
-            "longer than the context": max(map(self._length, prompts(body))) + asked > self.limit,
+            "top_logprobs without logprobs": chat and body.get("top_logprobs", 0) != 0 and not body.get("logprobs"),
+            "longer than the context": min(cut, max(map(self._length, prompts(body)))) + asked > self.limit,
             "empty": not chat and min(map(self._length, prompts(body))) == 0,
         }
         return next((reason for reason, is_so in wrong.items() if is_so), None)
@@ -220,7 +221,8 @@ class Judge:
         if any(counts["prompt_tokens"] + counts["completion_tokens"] != counts["total_tokens"] for counts in usage):
             return "a usage that does not add up"
         form = (body.get("response_format") or {}).get("type")
-        if form in ("json_object", "json_schema") and not (body.get("stop") or body.get("stop_token_ids")):
+        stops = "stop", "stop_token_ids", "include_stop_str_in_output"
+        if form in ("json_object", "json_schema") and not any(map(body.get, stops)):
             for index, end in ends.items():
                 if end == ["stop"] and not body.get("echo"):
                     loads(said[index].encode())  # raises if it cannot be read
@@ -292,7 +294,8 @@ def _whole(path: str, answer: dict[str, Any]) -> str | None:
 def _error(path: str, response: httpx.Response) -> str | None:
     error = response.json()["error"]
     names = {"type", "message"} if path.startswith(MESSAGES) else {"type", "message", "param", "code"}
-    if set(error) != names or not error["message"]:
+    counts = {"n_prompt_tokens", "n_ctx"} if error.get("code") == "context_length_exceeded" else set[str]()
+    if set(error) - counts != names or not error["message"]:
         return "an error of another shape"
     full = response.status_code == 503 and "retry-after" in response.headers
     return f"{response.status_code}: {error['message']}" if response.status_code >= 500 and not full else None

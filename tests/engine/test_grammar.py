@@ -214,6 +214,15 @@ def test_strings_have_no_control_characters(grammars: Grammars, schema: Any) -> 
     assert not may_come & {*range(32), ord("\n")} and {ord("a"), ord(" "), 0x7F} <= may_come
 
 
+def test_the_end_may_come_although_its_text_is_a_control_character() -> None:
+    grammars = Grammars(byte_tokenizer(300, []), 300, frozenset([0]))
+    try:
+        constraint = begun(grammars, '{"type": "boolean"}')
+        assert all([accepts(constraint, byte) for byte in b"true"]) and accepts(constraint, 0)
+    finally:
+        grammars.pool.close()
+
+
 TAG = {
     "type": "tag",
     "begin": "<n>",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.request import SchemaTimeout
+from shadowkv.engine.request import RequestError, SchemaTimeout
 from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured import grammar_pool
 from shadowkv.engine.structured.grammar import GrammarConstraint, Grammars
@@ -357,3 +358,22 @@ def test_tenants_and_their_own_get_equal_shares_of_turns() -> None:
         for job in turns.change(late, float(step)):
             had[job] = had.get(job, 0) + 1
     assert 35 <= sum(had[job] for job in late[4:]) <= 45 and 95 <= had[jobs[3]] <= 105
+
+
+class LateSelector(selectors.DefaultSelector):
+    """Looks so late that all has come, and shows one thing at a time, what was registered first before others: that a
+    process has ended before what it has said."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        time.sleep(0.1)
+        return sorted(super().select(timeout), key=lambda ready: ready[0].fd)[:1]
+
+
+def test_a_refusal_is_heard_although_its_process_has_ended(monkeypatch):
+    monkeypatch.setattr(selectors, "DefaultSelector", LateSelector)
+    grammars = Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
+    try:
+        with pytest.raises(RequestError, match="cannot be followed"):
+            grammars.compile("grammar:a").result(SECONDS)
+    finally:
+        grammars.pool.close()

@@ -397,7 +397,8 @@ class GrammarPool:
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError):
-            self._selector.unregister(process.connection)
+            with suppress(KeyError):  # heard before
+                self._selector.unregister(process.connection)
             return
         kind, rest = answer[:1], answer[1:]
         self._busy.discard(process)
@@ -508,6 +509,8 @@ class GrammarPool:
             if self._grammars.get(process.grammar) is not process:  # by now nobody wants it
                 process.signal(signal.SIGKILL)
         elif (ended := self._by_pid.pop(pid, None)) is not None:
+            if ended in self._busy and ended.connection is not None and ended.connection.poll():
+                self._hear(ended)  # its last answer: both may be there at once
             self._has_ended(ended, code, f"exit code {code}" if code >= 0 else signal.Signals(-code).name)
 
     def _not_started(self, how: str) -> None:

@@ -46,12 +46,14 @@ class Vocabulary:
         )
 
     def without_control_characters(self) -> bytes:
-        """A bit for each token, 1 where it has no control characters but line ends, which are white space in JSON.
+        """A bit for each token, 1 where it has no control characters but line ends, which are white space in JSON, or
+        ends an answer, whatever its text is.
 
         XGrammar accepts them in strings of limited length, in which JSON does not allow them unescaped.
         """
         bits = np.zeros(-(-len(self.texts) // 32) * 32, bool)
         bits[: len(self.texts)] = [CONTROL.search(token) is None for token in self.info().decoded_vocab]
+        bits[self.stop_ids] = True
         return np.packbits(bits, bitorder="little").tobytes()
 
 
