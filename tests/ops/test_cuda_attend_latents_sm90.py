@@ -38,6 +38,24 @@ def test_every_group_over_ragged_selections(seed, group, dim, values):
         check(args, attend(args))
 
 
+@pytest.mark.parametrize("blocks", [None, 1, 5, 40])
+@pytest.mark.parametrize(("group", "dim"), [(4, 128), (8, 64), (16, 128)])
+@pytest.mark.parametrize("tokens", [[0, 64, 5000, 0, 0, 129, 8, 700], [9000, *[100] * 70], [40] * 33 + [3000]])
+def test_work_is_shared_out_by_what_rows_have(seed, monkeypatch, blocks, group, dim, tokens):
+    """Also where blocks have nothing, and rows more room than chunks."""
+    args = ascending(problem(2, group, dim, "int4", "3-bit codes", tokens=tokens, rank=96, count=600))
+    monkeypatch.setattr(cuda_sm90, "blocks_for", lambda tiles, most: min(tiles, blocks or most))
+    own = (args[3] >= 0).sum(-1).amax(-1)
+    for most in (own, own + 5, torch.full_like(own, 600)):
+        check(args, attend((*args, None, most)))
+
+
+def test_nobody_has_work(seed):
+    args = problem(2, 4, 128, "int4", "3-bit codes", tokens=[0, 0], rank=96)
+    out, lse = attend((*args, None, torch.zeros(2, dtype=torch.int64, device=DEVICE)))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 @pytest.mark.parametrize("blocks", [None, 1, 5])
 @pytest.mark.parametrize(
@@ -54,8 +72,8 @@ def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, grou
     """In runs that begin within a unit too, and go on over units that lack tiles."""
     tokens = [3000, 77, 1500, 0, 1200]
     args = problem(2, group, dim, "int4", values, tokens=tokens, rank=96, chunk=chunk, count=648 // chunk)
-    whole = cuda_sm90.runs
-    monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks or most))
+    whole = cuda_sm90.blocks_for
+    monkeypatch.setattr(cuda_sm90, "blocks_for", lambda tiles, most: whole(tiles, blocks or most))
     log_weight = log_weights(args[3])
     found = attend((*args, log_weight))
     check((*args, log_weight), found)
@@ -85,16 +103,15 @@ def test_runs_of_any_length(seed, monkeypatch, blocks, group, values):
     """A block meets many units and a unit many blocks."""
     tokens = [1500, 0, 77, 640, 1200, 1, 64, 900]
     args = problem(3, group, 128, "int4", values, tokens=tokens, rank=160, chunk=1, count=1000)
-    whole = cuda_sm90.runs
-    monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks))
+    whole = cuda_sm90.blocks_for
+    monkeypatch.setattr(cuda_sm90, "blocks_for", lambda tiles, most: whole(tiles, blocks))
     check(args, attend(args))
 
 
 @pytest.mark.parametrize("values", CODES)
 def test_more_tiles_than_threads(seed, monkeypatch, values):
     args = problem(1, 4, 128, "int4", values, tokens=[9000], rank=160, chunk=1, count=8500)
-    whole = cuda_sm90.runs
-    monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, 1))
+    monkeypatch.setattr(cuda_sm90, "blocks_for", lambda tiles, most: 1)
     check(args, attend(args))
 
 

@@ -5,8 +5,8 @@
 //
 // One block per multiprocessor. One warp finds tokens, one copies tiles of them, two prepare the basis of the next
 // unit; the other warpgroups are consumers, each with its own tiles. The tiles of all units (sequence and kv head) form
-// one line that is split into equal runs, one per block: no second wave. Each consumer leaves one partial result per
-// unit that it processes.
+// one line that is split into equal runs, one per block: no second wave, and a long sequence among short ones has as
+// many blocks as it has work. Each consumer leaves one partial result per unit that it processes.
 //
 // Between finder and copier is a ring of token places, some tiles ahead of the copies: a chunk's number, its pages and
 // its rows are three consecutive memory latencies, which no other warp has to wait for.
@@ -28,7 +28,6 @@ template <class Shape>
 __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(const LatentCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const LatentInputs& in = call.in;
-  const Runs& runs = call.runs;
   extern __shared__ __align__(1024) char latents_shared[];
   const LatentMemory<Shape> memory = {latents_shared};
   if (threadIdx.x == 0) {
@@ -43,8 +42,9 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(cons
       init_barrier(memory.unit_empty(i), 4 * Shape::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    const int begin = runs.begin(blockIdx.x);
-    memory.run() = {begin / runs.tiles, begin, runs.begin(blockIdx.x + 1), runs.tiles};
+  } else if (threadIdx.x / 32 == 1) { // what is read here was written before the launch that selects
+    const Run own = find_run(in, call.blocks, blockIdx.x);
+    if (threadIdx.x == 32) memory.run() = own;
   }
   __syncthreads();
   const Run& run = memory.run(); // kept in shared memory, as registers are scarce
@@ -59,12 +59,14 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(cons
       find_tokens<Shape>(in, run, memory);
     else if (warp == 1)
       copy_tiles<Shape>(in, memory);
-    else
-      for (int unit = 1; run.has(unit); ++unit)
-        fill_unit<Shape, 64>(in, run, memory, unit, this_thread() % 64, 1, memory.sums());
-  } else {
+    else {
+      RunUnit unit(run);
+      for (int number = 1; unit.advance(in); ++number)
+        fill_unit<Shape, 64>(in, unit, memory, number, this_thread() % 64, 1, memory.sums());
+    }
+  } else if (run.length > 0) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
-    consume_latents<Shape>(in, call.to, runs, run, memory, warpgroup);
+    consume_latents<Shape>(in, call.to, memory, warpgroup);
   }
 #endif // other compilation passes have no wgmma, and no callers
 }

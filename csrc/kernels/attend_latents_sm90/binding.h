@@ -30,8 +30,8 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
       const std::optional<Tensor>& mean, const Tensor& states, const Tensor& first, const Tensor& key_pages,
       const Tensor& frequencies, int64_t rope_dim, double magnitude, int64_t value_codec, const Tensor& codes,
       const Tensor& scale, const Tensor& rotation, const Tensor& value_pages,
-      const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks, Tensor& out, Tensor& lse,
-      Tensor& partial) {
+      const std::optional<Tensor>& log_weight, const std::optional<Tensor>& most, double score_scale, int64_t blocks,
+      Tensor& out, Tensor& lse, Tensor& partial) {
     STD_TORCH_CHECK(
         key_codec == codec::kLatentInt4, "attend_latents_sm90 has keys in codec ", codec::kLatentInt4, ", not ",
         key_codec);
@@ -46,7 +46,11 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     check_dense(scale, "scale", Dtype::Half, {-1, heads, kPage, 1}, 1);
     check_dense(rotation, "rotation", Dtype::Float, {dim, dim});
     check_dense(value_pages, "value pages", Dtype::Long, {in.batch, -1}, 1);
-    check_dense(partial, "partial", Dtype::Float, {in.batch, heads, -1, in.group, dim + 4});
+    check_dense(partial, "partial", Dtype::Float, {-1, -1, in.group, dim + 4});
+    if (most) {
+      check_dense(*most, "most", Dtype::Long, {in.batch});
+      in.most = static_cast<const int64_t*>(most->data_ptr());
+    }
     check_spaced_pages(latents, "latents");
     check_spaced_pages(codes, "codes");
     STD_TORCH_CHECK(
@@ -63,18 +67,18 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     in.scale_page = uint32_t(scale.stride(0) / 16);
     in.value_pages_row = value_pages.stride(0);
     if (in.batch == 0) return;
-    const Runs runs(in, int(blocks));
-    STD_TORCH_CHECK(blocks > 0 && blocks <= runs.total, blocks, " blocks for ", runs.total, " tiles");
+    const int64_t tiles = ((in.chunks << in.log_chunk) + kLatentTile - 1) / kLatentTile, units = in.batch * heads;
+    STD_TORCH_CHECK(blocks > 0 && blocks <= units * tiles, blocks, " blocks for ", units * tiles, " tiles");
+    STD_TORCH_CHECK(units * tiles * blocks < int64_t(1) << 32, units * tiles, " tiles are too many for ", blocks, " blocks");
     const int consumers = in.group <= 4 ? kLatentConsumers<4> : kLatentConsumers<16>;
-    const int least = runs.total / int(blocks); // tiles per block; a unit may have one in its first and last block
     STD_TORCH_CHECK(
-        partial.size(2) >= std::min(runs.tiles, (runs.tiles - 2 + least) / least + 1) * consumers,
-        "no room for the segments of ", blocks, " blocks");
+        partial.size(0) * partial.size(1) >= (units + blocks) * consumers, "no room for what ", blocks,
+        " blocks leave of ", units, " units");
     const LatentOutputs to = {
         static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
-        static_cast<float*>(partial.data_ptr()), int(partial.size(2))};
+        static_cast<float*>(partial.data_ptr())};
     const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-    const LatentCall call = {in, to, runs};
+    const LatentCall call = {in, to, int(blocks)};
     const auto launched = [&]<class Value>() {
       if (Value::kId != value_codec) return false;
       check(codes, "codes", Dtype::Byte, {-1, heads, kPage / chunk, chunk, Value::row_bytes(int(dim))});
@@ -93,7 +97,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
   static void launch_shape(const LatentCall& call, cudaStream_t stream) {
     const LatentInputs& in = call.in;
     cudaError_t error = launch_early(
-        attend_latents_kernel<Shape>, call.runs.blocks, Shape::kThreads, Shape::kSharedBytes, stream, call);
+        attend_latents_kernel<Shape>, call.blocks, Shape::kThreads, Shape::kSharedBytes, stream, call);
     STD_TORCH_CHECK(error == cudaSuccess, "attend_latents_sm90: ", cudaGetErrorString(error));
     error = launch_early(
         merge_latents_kernel<Shape::kDim, Shape::kConsumers>, (in.batch * in.heads * in.group + 7) / 8,
@@ -124,6 +128,6 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
           "(Tensor q, Tensor selected, int key_codec, Tensor latents, Tensor basis, Tensor? mean, Tensor states, " \
           "Tensor first, Tensor key_pages, Tensor frequencies, int rope_dim, float magnitude, int value_codec, "   \
           "Tensor codes, Tensor scale, Tensor rotation, Tensor value_pages, Tensor? log_weight, "                  \
-          "float score_scale, int blocks, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");             \
+          "Tensor? most, float score_scale, int blocks, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()"); \
   }                                                                                                                \
   STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl(#NAME, TORCH_BOX(&Op::run)); }

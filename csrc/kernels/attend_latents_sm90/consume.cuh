@@ -88,15 +88,14 @@ __device__ __forceinline__ void score_tokens(
 
 template <class Shape>
 __device__ __forceinline__ void consume_latents(
-    const LatentInputs& in, const LatentOutputs& to, const Runs& runs, const Run& run,
-    const LatentMemory<Shape>& memory, int consumer) {
+    const LatentInputs& in, const LatentOutputs& to, const LatentMemory<Shape>& memory, int consumer) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4;
 
   // Helps to fill the first unit, for which the filling warps are too few.
   if (thread < Shape::kDim / 8 && consumer == Shape::kConsumers - 1)
     copy16_async(memory.frequencies() + thread * 16, in.frequencies + thread * 4);
   wait_for_launch_before();
-  if (consumer < 2) fill_unit<Shape, 256>(in, run, memory, 0, threadIdx.x, 6, memory.merge(0));
+  if (consumer < 2) fill_unit<Shape, 256>(in, RunUnit(memory.run()), memory, 0, threadIdx.x, 6, memory.merge(0));
   close_copy_group();
   wait_copy_groups<0>();
   asm volatile("bar.sync 7, %0;" ::"n"(Shape::kConsumers * 128) : "memory");
@@ -104,10 +103,14 @@ __device__ __forceinline__ void consume_latents(
   int next = consumer;  // tile of the run
   int stage = consumer; // of it
   int passed = 0;       // tiles of previous units
-  for (int unit = 0; run.has(unit); ++unit) {
+  bool more = true;
+  for (int unit = 0; more; ++unit) {
     wait_phase(memory.unit_full(unit), unit / 2 % 2);
-    const int offset = run.unit_begin(unit) - passed; // of a tile in the unit: tiles without tokens come last
-    const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
+    const FilledUnit& filled = memory.filled(unit);
+    const int number = __shfl_sync(~0u, filled.number, 0);
+    const int offset = __shfl_sync(~0u, filled.begin, 0) - passed; // of a tile in the unit: those without tokens are last
+    const int until = passed + __shfl_sync(~0u, filled.count, 0);
+    more = __shfl_sync(~0u, filled.more, 0);
     passed = until;
     const bool any = next < until;
     Attended<Shape> attended(shared_address(memory.merge(consumer)));
@@ -116,7 +119,7 @@ __device__ __forceinline__ void consume_latents(
       const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
       const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
       float log_weight[2]; // of tokens g, g + 8; in flight while the keys are computed
-      load_log_weights(log_weight, in, run.first_unit + unit, (next + offset) * kLatentTile + warp * 16 + g);
+      load_log_weights(log_weight, in, number, (next + offset) * kLatentTile + warp * 16 + g);
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
       float s[Shape::kSets][4] = {};
       score_tokens<Shape>(s, memory, unit, memory.stage(stage) + warp * 16 * Shape::kLatentRow, queries, places);
@@ -139,10 +142,8 @@ __device__ __forceinline__ void consume_latents(
     }
     __syncwarp();
     if (lane == 0) arrive(memory.unit_empty(unit));
-    const int segment = int(blockIdx.x) - runs.block_of((run.first_unit + unit) * runs.tiles);
-    const int part = segment * Shape::kConsumers + consumer;
-    float* const partial =
-        to.partial + (int64_t(run.first_unit + unit) * to.parts + part) * in.group * Shape::kMergeRow;
+    const int part = (number + int(blockIdx.x)) * Shape::kConsumers + consumer;
+    float* const partial = to.partial + int64_t(part) * in.group * Shape::kMergeRow;
     if (any)
       attended.write(partial, in.group, memory.merge(consumer), 2 + consumer);
     else if (thread < in.group)

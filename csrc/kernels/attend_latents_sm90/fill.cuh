@@ -7,11 +7,6 @@
 
 namespace shadowkv {
 
-// Whether a tile has tokens.
-__device__ __forceinline__ bool tile_begins(const LatentInputs& in, const Run& run, int unit, int tile) {
-  return __ldg(in.selected + int64_t(run.first_unit + unit) * in.chunks + (tile * kLatentTile >> in.log_chunk)) >= 0;
-}
-
 // The first of eight dimensions: those of a unit of 16 bytes in a row of a half of the basis, which has 32 dimensions
 // and the 32 that RoPE pairs them with.
 template <class Shape>
@@ -86,11 +81,13 @@ __device__ __forceinline__ void fill_queries(const LatentInputs& in, uint2* quer
   }
 }
 
-// Counts a unit's tiles with tokens: -1s come last. For one warp.
-__device__ __forceinline__ int count_tiles(const LatentInputs& in, const Run& run, int unit, int lane) {
+// Counts the run's tiles of a unit that have tokens: -1s come last. For one warp.
+__device__ __forceinline__ int count_tiles(const LatentInputs& in, const RunUnit& unit, int lane) {
+  const int64_t* const selected = in.selected + int64_t(unit.number(in)) * in.chunks;
   int count = 0;
-  for (int tile = run.unit_begin(unit) + lane; tile - lane < run.unit_end(unit); tile += 32)
-    count += __popc(__ballot_sync(~0u, tile < run.unit_end(unit) && tile_begins(in, run, unit, tile)));
+  for (int tile = unit.begin + lane; tile - lane < unit.end; tile += 32)
+    count += __popc(__ballot_sync(
+        ~0u, tile < unit.end && __ldg(selected + (tile * kLatentTile >> in.log_chunk)) >= 0));
   return count;
 }
 
@@ -161,36 +158,36 @@ __device__ __forceinline__ void write_mean(char* basis, const float (&mean)[kMea
   }
 }
 
-// Prepares a unit with kThreads threads, which have a separate barrier and room for their warps' sums. What does not
-// need the basis is done while it is in flight.
+// Prepares unit `number` of a run with kThreads threads, which have a separate barrier and room for their warps' sums.
+// What does not need the basis is done while it is in flight.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void fill_unit(
-    const LatentInputs& in, const Run& run, const LatentMemory<Shape>& memory, int unit, int thread, int barrier,
-    float* sums) {
+    const LatentInputs& in, const RunUnit& unit, const LatentMemory<Shape>& memory, int number, int thread,
+    int barrier, float* sums) {
   constexpr int kDim = Shape::kDim;
-  const int unit_of_all = run.first_unit + unit, batch = unit_of_all / in.heads, head = unit_of_all % in.heads;
-  const int64_t state = __ldg(in.states + batch);
+  const int unit_of_all = unit.number(in), head = unit.head;
+  const int64_t state = __ldg(in.states + unit.sequence);
   const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
-  const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
+  const uint32_t into = shared_address(memory.basis(number)) + thread * 16;
   const __nv_bfloat16* const from = in.basis + state * in.basis_state + head * kDim;
 
   prefetch_unit<Shape, kThreads>(in, state, unit_of_all, head, thread);
-  wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
+  wait_phase(memory.unit_empty(number), number / 2 % 2 ^ 1);
   copy_basis<Shape, kThreads>(in, from, into, my_row, my_unit);
-  fill_queries<Shape, kThreads>(in, memory.queries(unit), unit_of_all, thread);
+  fill_queries<Shape, kThreads>(in, memory.queries(number), unit_of_all, thread);
   if (thread < 32) {
-    const int count = count_tiles(in, run, unit, thread);
-    if (thread == 0) memory.counts()[unit % 2] = count;
+    const int count = count_tiles(in, unit, thread);
+    if (thread == 0) memory.filled(number) = {unit_of_all, unit.begin, count, unit.left > 0};
   }
   float mean[kDim > kThreads ? kDim / kThreads : 1] = {};
   read_mean<Shape, kThreads>(mean, in, state, head, thread);
   wait_copy_groups<0>();
   round_basis<Shape, kThreads>(into, sums, my_unit, thread);
   sync_threads(barrier, kThreads);
-  write_mean<Shape, kThreads>(memory.basis(unit), mean, sums, thread);
+  write_mean<Shape, kThreads>(memory.basis(number), mean, sums, thread);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_threads(barrier, kThreads);
-  if (thread == 0) arrive(memory.unit_full(unit));
+  if (thread == 0) arrive(memory.unit_full(number));
 }
 
 } // namespace shadowkv

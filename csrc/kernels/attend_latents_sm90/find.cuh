@@ -12,12 +12,21 @@ using OfTokens = int[kFindBatch][2];
 
 // A place in the line of all tiles.
 struct LinePlace {
-  int batch, head, row, tile; // row: where the unit's chunks begin in `selected`; tile: of the unit
+  int sequence, head, row, tiles, tile; // row: where the unit's chunks begin in `selected`; tile: of the unit's tiles
 
-  __device__ __forceinline__ void advance(const LatentInputs& in, const Run& run) {
-    if (++tile < run.tiles) return;
+  __device__ __forceinline__ explicit LinePlace(const LatentInputs& in, const Run& run)
+      : sequence(run.sequence),
+        head(run.head),
+        row((run.sequence * in.heads + run.head) * in.chunks),
+        tiles(run.tiles),
+        tile(run.begin) {}
+  __device__ __forceinline__ bool exists(const LatentInputs& in) const { return sequence < in.batch; }
+  __device__ __forceinline__ void advance(const LatentInputs& in) {
+    if (++tile < tiles || !exists(in)) return;
     tile = 0, row += in.chunks;
-    if (++head == in.heads) head = 0, ++batch;
+    if (++head < in.heads) return;
+    head = 0, tiles = 0;
+    while (++sequence < in.batch && (tiles = in.tiles_of(sequence)) == 0) row += in.heads * in.chunks;
   }
 };
 
@@ -31,23 +40,23 @@ __device__ __forceinline__ int position_of(const LatentInputs& in, int chunk, in
 }
 
 // The chunks of the tokens of a batch that begins `at` a place, which is advanced past it; -1 for no token.
-__device__ __forceinline__ void find_chunks(const LatentInputs& in, const Run& run, LinePlace& at, OfTokens& chunk) {
+__device__ __forceinline__ void find_chunks(const LatentInputs& in, LinePlace& at, OfTokens& chunk) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kFindBatch; ++i) {
-    const bool any = at.batch < in.batch;
+    const bool any = at.exists(in);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int index = (at.tile * kLatentTile + half * 32 + lane) >> in.log_chunk;
       chunk[i][half] = any && index < in.chunks ? load_low(in.selected + (at.row + index)) : -1;
     }
-    at.advance(in, run);
+    at.advance(in);
   }
 }
 
 // The pages of these chunks, if they are among the `left` tiles of the run; 0 otherwise.
 __device__ __forceinline__ void find_pages(
-    const LatentInputs& in, const Run& run, LinePlace at, int left, const OfTokens& chunk, OfTokens& key_page,
+    const LatentInputs& in, LinePlace at, int left, const OfTokens& chunk, OfTokens& key_page,
     OfTokens& value_page) {
 #pragma unroll
   for (int i = 0; i < kFindBatch; ++i) {
@@ -56,11 +65,11 @@ __device__ __forceinline__ void find_pages(
       key_page[i][half] = value_page[i][half] = 0;
       if (i < left && chunk[i][half] >= 0) {
         const uint32_t entry = uint32_t(position_of(in, chunk[i][half], half)) / kPage;
-        key_page[i][half] = load_low(in.key_pages + (uint32_t(at.batch) * uint32_t(in.key_pages_row) + entry));
-        value_page[i][half] = load_low(in.value_pages + (uint32_t(at.batch) * uint32_t(in.value_pages_row) + entry));
+        key_page[i][half] = load_low(in.key_pages + (uint32_t(at.sequence) * uint32_t(in.key_pages_row) + entry));
+        value_page[i][half] = load_low(in.value_pages + (uint32_t(at.sequence) * uint32_t(in.value_pages_row) + entry));
       }
     }
-    at.advance(in, run);
+    at.advance(in);
   }
 }
 
@@ -93,27 +102,25 @@ __device__ __forceinline__ void write_places(
 template <class Shape>
 __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run run, const LatentMemory<Shape>& memory) {
   const int lane = threadIdx.x % 32;
-  LinePlace here = {
-      run.first_unit / in.heads, run.first_unit % in.heads, run.first_unit * in.chunks, run.unit_begin(0)};
-  LinePlace ahead = here;
+  LinePlace here(in, run), ahead = here;
   OfTokens chunk, chunk_ahead;
-  find_chunks(in, run, ahead, chunk);
+  find_chunks(in, ahead, chunk);
   int slot = 0, parity = 1;
-  for (int left = run.end - run.begin; left > 0; left -= kFindBatch) {
+  for (int left = run.length; left > 0; left -= kFindBatch) {
     OfTokens key_page, value_page;
-    find_pages(in, run, here, left, chunk, key_page, value_page);
-    find_chunks(in, run, ahead, chunk_ahead);
+    find_pages(in, here, left, chunk, key_page, value_page);
+    find_chunks(in, ahead, chunk_ahead);
 #pragma unroll
     for (int i = 0; i < kFindBatch; ++i) {
       if (i < left && __shfl_sync(~0u, chunk[i][0], 0) >= 0) {
-        const int first = load_low(in.first + uint32_t(here.batch));
+        const int first = load_low(in.first + uint32_t(here.sequence));
         wait_phase(memory.ring_empty(slot), parity);
         write_places<Shape>(in, memory.places(slot), here.head, first, chunk[i], key_page[i], value_page[i]);
         __syncwarp();
         if (lane == 0) arrive(memory.ring_full(slot));
         if (++slot == Shape::kRing) slot = 0, parity ^= 1;
       }
-      here.advance(in, run);
+      here.advance(in);
     }
 #pragma unroll
     for (int i = 0; i < kFindBatch; ++i) chunk[i][0] = chunk_ahead[i][0], chunk[i][1] = chunk_ahead[i][1];

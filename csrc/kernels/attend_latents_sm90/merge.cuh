@@ -22,22 +22,42 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], con
 }
 
 // The sum or the maximum over the kLanes lanes of a query.
-template <int kLanes, class Join>
-__device__ __forceinline__ float reduce_query(float x, Join join) {
+template <int kLanes, class T, class Join>
+__device__ __forceinline__ T reduce_query(T x, Join join) {
   const uint32_t lanes = kLanes == 32 ? ~0u : 0xffffu << (threadIdx.x & 16);
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) x = join(x, __shfl_xor_sync(lanes, x, i));
   return x;
 }
 
-// Merges the parts of a query by kLanes lanes, each with four dimensions; returns those, and writes the query's lse.
+// The partial results of a unit: how many, and the first of them in `partial`; found by kLanes lanes.
+template <int kLanes, int kConsumers>
+__device__ __forceinline__ int2 parts_of(const LatentCall& call, int unit) {
+  const LatentInputs& in = call.in;
+  const int sequence = unit / in.heads, tiles = in.tiles_of(sequence);
+  int before = 0, all = 0; // tiles of one head of the sequences before, and of all
+  for (int i = threadIdx.x % kLanes; i < in.batch; i += kLanes) {
+    const int own = in.tiles_of(i);
+    all += own;
+    if (i < sequence) before += own;
+  }
+  const auto sum = [](int a, int b) { return a + b; };
+  before = reduce_query<kLanes>(before, sum), all = reduce_query<kLanes>(all, sum);
+  if (tiles == 0) return {0, 0};
+  const TileLine line = {uint32_t(all) * in.heads, uint32_t(call.blocks)};
+  const int first = before * in.heads + unit % in.heads * tiles;
+  const int block = line.block_of(first), blocks = line.block_of(first + tiles - 1) - block + 1;
+  return {blocks * kConsumers, (unit + block) * kConsumers};
+}
+
+// Merges a query's parts, as parts_of found them, by kLanes lanes, each with four dimensions; returns those, and writes
+// the query's lse.
 template <int kDim, int kConsumers>
-__device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) {
+__device__ __forceinline__ float4 join_parts(const LatentCall& call, int query, int2 parts_from) {
   constexpr int kLanes = kDim / 4;
   const int group = call.in.group, lane = threadIdx.x % kLanes, at = lane * 4;
-  const int unit = query / group, next = group * (kDim + 4);
-  const int parts = call.runs.segments(unit) * kConsumers;
-  const float* const partial = call.to.partial + (int64_t(unit) * call.to.parts * group + query % group) * (kDim + 4);
+  const int parts = parts_from.x, next = group * (kDim + 4);
+  const float* const partial = call.to.partial + (int64_t(parts_from.y) * group + query % group) * (kDim + 4);
   float highest = -INFINITY, total = 0;
   for (int i = lane; i < parts; i += kLanes) highest = fmaxf(highest, __ldcg(partial + i * next + kDim));
   highest = reduce_query<kLanes>(highest, [](float a, float b) { return fmaxf(a, b); });
@@ -77,13 +97,15 @@ __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCal
       rotation[i][half] =
           __ldg(reinterpret_cast<const float4*>(in.rotation + (16 * warp + 8 * half + g) * kDim + 16 * i + 4 * t));
   }
+  const int first_query = int(blockIdx.x) * 8, queries = min(8, in.batch * in.heads * in.group - first_query);
+  const int query = threadIdx.x / (kDim / 4), at = threadIdx.x % (kDim / 4) * 4; // at: the thread's four dimensions
+  int2 parts{};
+  if (query < queries) parts = parts_of<kDim / 4, kConsumers>(call, (first_query + query) / in.group);
   wait_for_launch_before();
   let_next_launch_begin();
 
-  const int first_query = int(blockIdx.x) * 8, queries = min(8, in.batch * in.heads * in.group - first_query);
-  const int query = threadIdx.x / (kDim / 4), at = threadIdx.x % (kDim / 4) * 4; // at: the thread's four dimensions
   *reinterpret_cast<float4*>(&y[query][at]) =
-      query < queries ? join_parts<kDim, kConsumers>(call, first_query + query) : make_float4(0, 0, 0, 0);
+      query < queries ? join_parts<kDim, kConsumers>(call, first_query + query, parts) : make_float4(0, 0, 0, 0);
   __syncthreads();
   float c[4] = {}; // (dimensions 16 warp + g, + 8; queries 2t, 2t + 1)
 #pragma unroll

@@ -6,6 +6,7 @@
 #include "kernels/common/hopper.cuh"
 #include "kernels/common/memory.cuh"
 #include "kernels/common/rope_order.cuh"
+#include "kernels/common/scan_warp.cuh"
 
 #include <cuda_bf16.h>
 
@@ -32,6 +33,7 @@ constexpr int kLatentConsumers = kQueries == 4 ? 3 : 2;
 struct LatentInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
+  const int64_t* most;       // [batch], chunks of a sequence that are not -1 at the most; or null for all
   const char* latents;       // pages of [64] rows of latents
   const char* codes;         // pages of [heads, 64, dim] codes
   const char* scale;         // pages of [heads, 64] half
@@ -51,46 +53,95 @@ struct LatentInputs {
   float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk;
   bool mean_is_float;
+
+  // Of each of a sequence's units: a sequence and kv head.
+  __device__ __forceinline__ int tiles_of(int sequence) const {
+    const int own = most ? int(max(int64_t(0), min(__ldg(most + sequence), int64_t(chunks)))) : chunks;
+    return (own << log_chunk) + kLatentTile - 1 >> kLogLatentTile;
+  }
 };
 
 struct LatentOutputs {
   __nv_bfloat16* out; // [batch, heads * group, dim]
   float* lse;         // [batch, heads * group]
-  // [batch, heads, parts, group, dim + 4]: weighted sum, largest score, sum of weights, per segment and consumer.
+  // [batch * heads + blocks, consumers, group, dim + 4]: weighted sum, largest score, sum of weights. What a block has
+  // of a unit is at the sum of their numbers: along the line of tiles one of these advances, or both do.
   float* partial;
-  int parts;
-};
-
-// The line of tiles and where it is split.
-struct Runs {
-  int tiles, blocks, total; // of a unit; of the grid; of all units
-
-  __host__ __device__ Runs(const LatentInputs& in, int blocks_)
-      : tiles((in.chunks << in.log_chunk) + kLatentTile - 1 >> kLogLatentTile),
-        blocks(blocks_),
-        total(in.batch * in.heads * tiles) {}
-  __host__ __device__ int begin(int block) const { return int(int64_t(block) * total / blocks); }
-  // The block whose run has this tile.
-  __host__ __device__ int block_of(int tile) const { return int((int64_t(tile + 1) * blocks - 1) / total); }
-  __host__ __device__ int segments(int unit) const {
-    return block_of(unit * tiles + tiles - 1) - block_of(unit * tiles) + 1;
-  }
 };
 
 // For the attending kernel and the merging kernel after it.
 struct LatentCall {
   LatentInputs in;
   LatentOutputs to;
-  Runs runs;
+  int blocks; // of the attending kernel
 };
 
-// The part of the line that a block has. Units are counted from the first one.
-struct Run {
-  int first_unit, begin, end, tiles; // of a unit
+// The line of the tiles of all units, each sequence's as many as it has, is split into equal runs, one per block. Tiles
+// times blocks are under 2^32 (binding.h): divisions of 64 bits take too long for one row.
+struct TileLine {
+  uint32_t tiles, blocks;
 
-  __device__ bool has(int unit) const { return (first_unit + unit) * tiles < end; }
-  __device__ int unit_begin(int unit) const { return max(begin - (first_unit + unit) * tiles, 0); }
-  __device__ int unit_end(int unit) const { return min(end - (first_unit + unit) * tiles, tiles); }
+  __device__ int begin(int block) const { return int(block * tiles / blocks); }
+  // The block whose run has this tile.
+  __device__ int block_of(int tile) const { return int(((tile + 1) * blocks - 1) / tiles); }
+};
+
+// The part of the line that a block has: `length` tiles from tile `begin` of a unit on, which is the head's of a
+// sequence with so many `tiles` a head.
+struct Run {
+  int sequence, head, tiles, begin, length;
+};
+
+// A block's run; for one warp.
+__device__ __forceinline__ Run find_run(const LatentInputs& in, int blocks, int block) {
+  const int lane = threadIdx.x % 32;
+  uint32_t tiles = 0; // of one head of each sequence
+  for (int sequence = lane; sequence < in.batch; sequence += 32) tiles += in.tiles_of(sequence);
+  const TileLine line = {__reduce_add_sync(~0u, tiles) * in.heads, uint32_t(blocks)};
+  const int begin = line.begin(block), length = line.begin(block + 1) - begin;
+  if (length == 0) return {0, 0, 0, 0, 0};
+  uint32_t before = 0; // tiles of one head of the sequences before
+  for (int first = 0;; first += 32) {
+    const int own = first + lane < in.batch ? in.tiles_of(first + lane) : 0;
+    const uint32_t inclusive = before + scan_warp(own);
+    const uint32_t past = __ballot_sync(~0u, inclusive * in.heads > uint32_t(begin));
+    before = __shfl_sync(~0u, inclusive, 31);
+    if (past == 0) continue;
+    const int found = __ffs(past) - 1, of_head = __shfl_sync(~0u, own, found);
+    const int within = begin - int(__shfl_sync(~0u, inclusive, found) - of_head) * in.heads;
+    return {first + found, within / of_head, of_head, within % of_head, length};
+  }
+}
+
+// A unit of a block's run, and its tiles that belong to the run.
+struct RunUnit {
+  int sequence, head, tiles, begin, end, left; // left: tiles of the run after this unit
+
+  __device__ __forceinline__ explicit RunUnit(const Run& run)
+      : sequence(run.sequence),
+        head(run.head),
+        tiles(run.tiles),
+        begin(run.begin),
+        end(min(run.tiles, run.begin + run.length)),
+        left(run.length - (end - run.begin)) {}
+  // Goes to the next unit of the run; false if there is none.
+  __device__ __forceinline__ bool advance(const LatentInputs& in) {
+    if (left == 0) return false;
+    if (++head == in.heads) {
+      head = 0;
+      do tiles = in.tiles_of(++sequence);
+      while (tiles == 0);
+    }
+    begin = 0, end = min(tiles, left), left -= end;
+    return true;
+  }
+  __device__ __forceinline__ int number(const LatentInputs& in) const { return sequence * in.heads + head; }
+};
+
+// What consumers have to know of a unit: its number, its first tile in the run, how many of its tiles have tokens, and
+// whether another unit follows.
+struct FilledUnit {
+  int number, begin, count, more;
 };
 
 // kQueries: at most so many, 4, 8 or 16. With four, the columns of the values' product are those queries twice, over
@@ -169,11 +220,12 @@ struct LatentMemory {
   __device__ uint32_t places(int slot) const {
     return shared_address(sums()) + Shape::kSumBytes + slot * kLatentTile * 16;
   }
-  __device__ int* counts() const { // tiles of two units
-    return reinterpret_cast<int*>(reinterpret_cast<char*>(sums()) + Shape::kSumBytes + Shape::kRingBytes);
+  __device__ FilledUnit* filled() const { // two units
+    return reinterpret_cast<FilledUnit*>(reinterpret_cast<char*>(sums()) + Shape::kSumBytes + Shape::kRingBytes);
   }
-  __device__ Run& run() const { return *reinterpret_cast<Run*>(counts() + 4); }
-  __device__ uint32_t barriers() const { return shared_address(counts() + 8); }
+  __device__ FilledUnit& filled(int unit) const { return filled()[unit % 2]; }
+  __device__ Run& run() const { return *reinterpret_cast<Run*>(filled() + 2); }
+  __device__ uint32_t barriers() const { return shared_address(filled() + 4); }
   // Tiles are copied into stages; barriers of the ring signal their arrival.
   __device__ uint32_t stage_full(int slot) const { return barriers() + slot * 8; }
   __device__ uint32_t ring_full(int slot) const { return barriers() + (Shape::kRing + slot) * 8; }

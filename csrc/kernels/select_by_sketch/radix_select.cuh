@@ -3,6 +3,8 @@
 // threshold's first digit are examined again. Bit sets make the result ascending.
 #pragma once
 
+#include "kernels/common/scan_warp.cuh"
+
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -39,15 +41,6 @@ __device__ __forceinline__ void count_first(RadixShared& shared, const uint4& x)
     atomicAdd(&shared.first[keys >> 21], 1);
     atomicAdd(&shared.first[keys >> 5 & 0x7ff], 1);
   }
-}
-
-__device__ __forceinline__ uint32_t scan_warp(uint32_t x) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t below = __shfl_up_sync(~0u, x, step);
-    if (threadIdx.x % 32 >= step) x += below;
-  }
-  return x;
 }
 
 // x[n] becomes the sum over the threads before this one, total[n] the sum over all.

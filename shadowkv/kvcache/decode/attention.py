@@ -138,7 +138,8 @@ class Decode:
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
         selected = self._select(layer, q, batch)
-        out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
+        most = batch.most if self.hook is None else None  # a hook may return more
+        out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight, most)
         return out, lse
 
     def _merge(self, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:

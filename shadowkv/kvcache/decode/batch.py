@@ -212,6 +212,7 @@ def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tabl
         max_budget=plan.max_budget,
         sampling=Sampling(segments.sampled, segments.seed) if spec.sampled else None,
         span=span,
+        most=segments.top_k + segments.sampled if spec.selects else None,
     )
 
 

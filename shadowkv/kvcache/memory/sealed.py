@@ -84,6 +84,8 @@ class SealedBatch:
         overlapped: whether another micro-batch computes while values of these rows are fetched.
         span: for a policy without an index, the tokens of each row that are attended to, those after the sink: the
             first and the last + 1, int64 [R] each. None for other policies.
+        most: int64 [R], chunks that an index selects of each at the most, top-k and sampled. None for policies without
+            one.
     """
 
     slots: Tensor
@@ -98,9 +100,10 @@ class SealedBatch:
     sampling: Sampling | None = None
     overlapped: bool = False
     span: tuple[Tensor, Tensor] | None = None
+    most: Tensor | None = None
 
     def part(self, rows: slice) -> SealedBatch:
         """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
         assert self.sampling is None and self.span is None
-        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
+        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget", "most")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})

@@ -32,7 +32,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor,
+    keys: KeySource,
+    values: ValueSource,
+    selected: Tensor,
+    log_weight: Tensor | None = None,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, but computed entirely in float32. Results are bitwise equal for any number of threads.
 

@@ -70,7 +70,12 @@ def unfit_queries(case: Case) -> list[str]:
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor,
+    keys: KeySource,
+    values: ValueSource,
+    selected: Tensor,
+    log_weight: Tensor | None = None,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 

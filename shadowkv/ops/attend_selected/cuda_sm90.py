@@ -23,7 +23,7 @@ TILE = 64
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
 """Ops in ``torch.ops.shadowkv_cuda`` by value codec."""
 CONSUMERS = 3
-"""Most consumer warpgroups per thread block; each leaves a partial result per unit."""
+"""Most consumer warpgroups per thread block; each leaves a partial result for what the block has of a unit."""
 RANKS = (32, 64, 96, 128, 160)
 """Ranks that the kernel is made for; the basis of a larger one does not fit in shared memory."""
 
@@ -49,7 +49,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor,
+    keys: KeySource,
+    values: ValueSource,
+    selected: Tensor,
+    log_weight: Tensor | None = None,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
@@ -59,7 +64,8 @@ def attend_selected(
     queries, multiples of 32 bytes apart, scales of values in the pages of their codes.
 
     Keys are rebuilt, rotated and scored in half: entries of the basis under 6e-5 lose bits, keys over 65504 overflow.
-    ``pages``, ``states``, ``first`` and ``selected`` are read on the device and are not checked.
+    ``pages``, ``states``, ``first``, ``selected`` and ``most`` are read on the device and are not checked; ``most``
+    while the previous launch, which may write the others, is still running.
 
     Raises:
         ValueError: other sources, another RoPE, or scales in other pages than the codes.
@@ -71,10 +77,9 @@ def attend_selected(
     keys, values = _latents(keys), _coded(values)
     assert values.rotation is not None, "these codecs have a rotation"
     q, selected, kv_heads = q.contiguous(), selected.contiguous(), selected.shape[1]
-    tiles = -(-selected.shape[2] * keys.latents.shape[2] // TILE)
+    units, tiles = batch * kv_heads, -(-selected.shape[2] * keys.latents.shape[2] // TILE)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    blocks, segments = runs(batch * kv_heads, tiles, processors)
-    parts = segments * CONSUMERS
+    blocks = blocks_for(units * tiles, processors)
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     getattr(torch.ops.shadowkv_cuda, KERNELS[values.codec.id])(
         q,
@@ -95,11 +100,12 @@ def attend_selected(
         values.rotation.contiguous(),
         values.pages,
         None if log_weight is None else log_weight.contiguous(),
+        most,
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         blocks,
         out,
         lse,
-        lse.new_empty(batch, kv_heads, parts, heads // kv_heads, dim + 4),
+        lse.new_empty(units + blocks, CONSUMERS, heads // kv_heads, dim + 4),
     )
     return out, lse
 
@@ -124,11 +130,9 @@ def _coded(values: ValueSource) -> CodedRows:
     return values
 
 
-def runs(units: int, tiles: int, most: int) -> tuple[int, int]:
-    """Thread blocks, and most partial results per unit, when each block takes an equal run of all units' tiles."""
-    blocks = min(max(1, units * tiles // CONSUMERS), most)
-    least = units * tiles // blocks
-    return blocks, min(tiles, (tiles - 2 + least) // least + 1)
+def blocks_for(tiles: int, processors: int) -> int:
+    """Thread blocks that share at most so many tiles of all units."""
+    return min(max(1, tiles // CONSUMERS), processors)
 
 
 _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()

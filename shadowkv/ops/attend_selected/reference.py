@@ -18,7 +18,12 @@ from shadowkv.ops.attend_selected.sources import (
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor,
+    keys: KeySource,
+    values: ValueSource,
+    selected: Tensor,
+    log_weight: Tensor | None = None,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of one RoPE-rotated query per row and head over the tokens of its selected chunks.
 
@@ -29,6 +34,8 @@ def attend_selected(
         selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
         log_weight: float32 [B, H, k], natural logarithm of how many chunks a selected one stands for; arbitrary where
             none is selected. Without it every chunk stands for itself.
+        most: int64 [B], how many chunks of a row are selected at the most, for kernels that share out work by it;
+            without it ``k``.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.

@@ -36,7 +36,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor,
+    keys: KeySource,
+    values: ValueSource,
+    selected: Tensor,
+    log_weight: Tensor | None = None,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for latents, and for dense rows and codecs in ``VALUES`` that are not in a buffer.
 
