@@ -45,24 +45,11 @@ class Document:
 
 DOCUMENTS = (
     Document(
-        "A Brief History of Debian (PDF)",
-        "debian-history",
-        "usr/share/doc/debian-history/docs/project-history.en.pdf",
-        {
-            "Who founded Debian, and where does its name come from?": ("Murdock", "Debra"),
-            "Which release was the first with a code name, and which films are the code names from?": (
-                "Buzz|1\\.1",
-                "Toy Story",
-            ),
-            "What happened to a Debian server in November 2002?": ("fire|burn",),
-        },
-    ),
-    Document(
         "BibTeXing (PDF)",
         "texlive-base",
         "usr/share/doc/texlive-doc/bibtex/base/btxdoc.pdf",
         {
-            "With which version of LaTeX should BibTeX 0.99b be used?": ("2\\.09",),
+            "With which version of LaTeX should BibTeX 0.99b be used?": ("2\\.09\\b",),
             "Which command includes every entry of the database files in the reference list?": ("nocite\\{\\*\\}",),
             "Where in the database files must a cross-referenced entry stand?": (
                 "later|after (every|all|the|any)|at the end",
@@ -99,6 +86,19 @@ DOCUMENTS = (
             "For how long does the Project Leader serve?": ("one year|\\b1 year|a year",),
             "Which majority is needed to amend this constitution?": ("3:1|three to one|three-to-one",),
             "How is Q defined?": ("half (of )?the square root|square root .{0,60}(half|divided by (2|two))",),
+        },
+    ),
+    Document(
+        "A Brief History of Debian (PDF)",
+        "debian-history",
+        "usr/share/doc/debian-history/docs/project-history.en.pdf",
+        {
+            "Who founded Debian, and where does its name come from?": ("Murdock", "Debra"),
+            "Which release was the first with a code name, and which films are the code names from?": (
+                "Buzz|1\\.1",
+                "Toy Story",
+            ),
+            "What happened to a Debian server in November 2002?": ("fire|burn",),
         },
     ),
 )
