@@ -94,7 +94,7 @@ function update() {
     ? `Too long to ask: ${chatSoFar}what is added ${tokens(more)}, and this model takes ${count(served.limit)} with the answer.`
       + " Remove a document, or keep its beginning."
     : `Too long to go on: ${chatSoFar}and this model takes ${count(served.limit)}. Begin a new chat.`);
-  tellWait(tooLong || stopping || isReading() ? 0 : more);
+  tellWait(tooLong || stopping || isReading() ? 0 : more, used());
   byId("send").disabled = Boolean(stopping) || tooLong || !served;
   byId("stop").disabled = !stopping;
 }
