@@ -1,12 +1,13 @@
 """Asks a running server's page three questions about each of five documents, and keeps the answers as they are.
 
 shadowkv serve --model smollm2-135m-64k-chat
-apt-get download debian-history doc-debian texlive-base base-files && for package in *.deb; do dpkg -x $package unpacked; done
-python -m benchmarks.serving.document_answers --root unpacked --out benchmarks/results/cpu/answers/smollm2-135m-64k-chat.json
+apt-get download debian-history doc-debian texlive-base base-files
+for package in *.deb; do dpkg -x $package unpacked; done
+python -m benchmarks.serving.document_answers --root unpacked --out results/answers/smollm2-135m-64k-chat.json
 
 Chromium does what somebody at the page does: adds the document, asks, and asks twice more in the same chat. Documents
-that the file already has all answers to are not asked about again. An answer counts as right where it has all of the
-words that are expected. With --summary the files given are made into one Markdown text instead, and nothing is asked.
+that the file has already are not asked about again. An answer counts as right where it has all of the words that are
+expected. With --summary the files given are made into one Markdown text instead, and nothing is asked.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ DOCUMENTS = (
         "usr/share/common-licenses/GPL-3",
         {
             "For how many years must a written offer of the source code be valid?": ("three|\\b3\\b",),
-            "I was told of a violation for the first time. Within how many days do I have to cure it to keep my license?": (
-                "\\b30\\b|thirty",
-            ),
+            "I was told of a violation for the first time. "
+            "Within how many days do I have to cure it to keep my license?": ("\\b30\\b|thirty",),
             "With works under which other license may I combine a work under this license by section 13?": ("Affero",),
         },
     ),
@@ -114,11 +114,6 @@ KEPT = """() => new Promise((resolve, reject) => {
 """The chats that the page keeps."""
 
 
-def is_right(text: str, expected: tuple[str, ...]) -> bool:
-    """Whether an answer has all that is expected, in any case of letters."""
-    return all(re.search(pattern, text, re.IGNORECASE | re.DOTALL) for pattern in expected)
-
-
 @contextmanager
 def opened_page(url: str) -> Iterator[Any]:
     """The server's page in a browser that has never seen it."""
@@ -156,42 +151,51 @@ def asked_about(document: Document, raw: bytes, url: str) -> dict[str, Any]:
 def record(document: Document, raw: bytes, chat: dict[str, Any]) -> dict[str, Any]:
     """A document's part of the file."""
     answers = []
-    for turn, expected in zip(chat["turns"], document.questions.values(), strict=True):
+    for turn in chat["turns"]:
         [answer] = turn["answers"]
-        kept = {name: answer[name] for name in ("text", "end", "meta")}
-        answers.append({"question": turn["question"], **kept, "right": is_right(answer["text"], expected)})
+        answers.append({"question": turn["question"], **{name: answer[name] for name in ("text", "end", "meta")}})
     [asked] = chat["turns"][0]["documents"]
     about = {"name": document.name, "package": document.package, "path": document.path}
     digest = hashlib.sha256(raw).hexdigest()
     return {**about, "sha256": digest, "pages": asked["pages"], "tokens": asked["tokens"], "answers": answers}
 
 
-def summary(files: list[Path]) -> str:
-    """All answers in Markdown: a table of how many are right, then each question with what models answered."""
-    runs = [json.loads(file.read_text()) for file in files]
-    lines = ["| document | tokens | " + " | ".join(f"`{run['model']}`" for run in runs) + " |"]
-    lines.append("| --- | ---: |" + " --- |" * len(runs))
-    for documents in zip(*(run["documents"] for run in runs), strict=True):
-        cells = [_right(one["answers"]) for one in documents]
-        tokens = {f"{one['tokens']:,}" for one in documents}
-        lines.append(f"| {documents[0]['name']} | {', '.join(sorted(tokens))} | {' | '.join(cells)} |")
-    totals = [_right([answer for one in run["documents"] for answer in one["answers"]]) for run in runs]
-    lines.append(f"| all | | {' | '.join(totals)} |")
-    for documents in zip(*(run["documents"] for run in runs), strict=True):
-        lines += ["", f"## {documents[0]['name']}"]
-        for answers in zip(*(one["answers"] for one in documents), strict=True):
-            lines += ["", f"**{answers[0]['question']}**"]
-            for run, answer in zip(runs, answers, strict=True):
-                verdict = "right" if answer["right"] else "wrong"
-                lines += ["", f"`{run['model']}`, {verdict} ({answer['meta']}):", ""]
-                lines += [f"    {line}".rstrip() for line in answer["text"].strip().splitlines()]
-    return "\n".join(lines) + "\n"
+def verdict(answer: dict[str, Any]) -> str:
+    """Whether an answer has all that is expected, in any case of letters: ``right`` or ``wrong``."""
+    expected = {question: words for document in DOCUMENTS for question, words in document.questions.items()}
+    found = (re.search(words, answer["text"], re.IGNORECASE | re.DOTALL) for words in expected[answer["question"]])
+    return "right" if all(found) else "wrong"
 
 
-def _right(answers: list[dict[str, Any]]) -> str:
+def in_numbers(answers: list[dict[str, Any]]) -> str:
+    """How many answers are right, and how many the page stopped because they repeated themselves."""
+    right = sum(verdict(answer) == "right" for answer in answers)
     stopped = sum(answer["end"] == "repeated" for answer in answers)
-    right = f"{sum(answer['right'] for answer in answers)} of {len(answers)} right"
-    return right + (f", {stopped} stopped in a loop" if stopped else "")
+    return f"{right} of {len(answers)} right, {stopped} stopped in a loop"
+
+
+def summary(files: list[Path]) -> str:
+    """All answers in Markdown: a table of how many are right, then each question with what the models answered."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    models = [run["model"] for run in runs]
+    chats = [{one["name"]: one for one in run["documents"]} for run in runs]
+    lines = [f"| document | {' | '.join(f'`{model}`' for model in models)} |", "| --- |" + " --- |" * len(models)]
+    for document in DOCUMENTS:
+        of_models = [chat.get(document.name) for chat in chats]
+        cells = [f"{one['tokens']:,} tokens: {in_numbers(one['answers'])}" if one else "–" for one in of_models]
+        lines.append(f"| {document.name} | {' | '.join(cells)} |")
+    totals = [in_numbers([answer for one in run["documents"] for answer in one["answers"]]) for run in runs]
+    lines.append(f"| all | {' | '.join(totals)} |")
+    for document in DOCUMENTS:
+        lines += ["", f"## {document.name}"]
+        for number, question in enumerate(document.questions):
+            lines += ["", f"**{question}**"]
+            for model, chat in zip(models, chats, strict=True):
+                if document.name in chat:
+                    answer = chat[document.name]["answers"][number]
+                    lines += ["", f"`{model}`, {verdict(answer)} ({answer['meta']}):", ""]
+                    lines += [f"    {line}".rstrip() for line in answer["text"].strip().splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -226,9 +230,7 @@ def main() -> int:
             {"model": model, "policy": policy, "commit": commit(), "command": command(), "documents": documents},
         )
         for answer in done[document.name]["answers"]:
-            print(
-                f"{'right' if answer['right'] else 'wrong'}: {answer['question']}\n    {answer['text']}\n    {answer['meta']}"
-            )
+            print(f"{verdict(answer)}: {answer['question']}\n    {answer['text']}\n    {answer['meta']}", flush=True)
     return 0
 
 
