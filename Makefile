@@ -97,12 +97,13 @@ clean: ## Remove builds and caches (not .venv)
 
 # torch first: a pinned build, in place before anything that depends on it is resolved; without NumPy it warns.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.
-# The CUDA ops before, where their progress is seen: pip shows nothing of a build, and finds them up to date.
+# The ops before, where their progress is seen: pip shows nothing of a build, and finds them up to date.
 .venv/.installed: pyproject.toml setup.py constraints.txt $(CSRC)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) torch numpy setuptools
 	$(PY) scripts/check_cpu_install.py
 	$(PY) scripts/set_up_cuda.py --no-compile -c constraints.txt
+	$(PY) setup.py -q build_ext --inplace
 	$(PIP_INSTALL) --no-build-isolation -e ".[$$($(PY) scripts/set_up_cuda.py --extras)]"
 	touch $@
 

@@ -7,14 +7,19 @@ otherwise left out. With SHADOWKV_CUDA_OPS=yes they are built for any torch, and
 "no" they are left out.
 """
 
+import itertools
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
+from setuptools.modified import newer_group
 
 CUDA_BUILDER = runpy.run_path("csrc/build_cuda.py")
 
@@ -40,7 +45,7 @@ def extensions() -> list[Extension]:
     cpu = Extension(
         f"shadowkv._cpu_torch{major}_{minor}",  # PyTorch's interface in C++ changes with each minor version
         sources=sorted(map(str, Path("csrc/cpu").rglob("*.cpp"))),
-        depends=[*map(str, Path("csrc").glob("*.h")), *map(str, Path("csrc/cpu").rglob("*.h"))],
+        depends=["setup.py", *map(str, Path("csrc").glob("*.h")), *map(str, Path("csrc/cpu").rglob("*.h"))],
         include_dirs=["csrc", *include_paths()],
         library_dirs=library_paths(),
         libraries=["c10", "torch_cpu"],
@@ -78,10 +83,37 @@ class BuildIfPossible(build_ext):
             shutil.copytree(libraries, Path(self.build_lib, "shadowkv", libraries.name), dirs_exist_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
+        built = Path(self.get_ext_filename(ext.name))  # in the tree, by an earlier build whose progress was seen
+        if built.exists() and not newer_group([*ext.sources, *ext.depends], str(built)):
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built, target)
+            return
+        compile_file, numbers = self.compiler._compile, itertools.count(1)
+
+        def told(built_object: str, source: str, *rest: Any) -> None:
+            print(f"C++ ops: file {next(numbers)} of {len(ext.sources)}, {source}", flush=True)
+            compile_file(built_object, source, *rest)
+
+        self.compiler._compile = told
         try:
             super().build_extension(ext)
         except Exception as error:
             skip(error)
+
+
+class MetadataOfBuild(egg_info):
+    """Asks for the torch that the C++ ops need, where there are any."""
+
+    def run(self) -> None:
+        for extension in self.distribution.ext_modules:
+            version = extension.name.partition("_cpu_torch")[2].replace("_", ".")
+            needed = [
+                f"torch=={version}.*" if re.fullmatch(r"torch\b.*", requirement) else requirement
+                for requirement in self.distribution.install_requires
+            ]
+            self.distribution.install_requires = self.distribution.metadata.install_requires = needed
+        super().run()
 
 
 setup(
@@ -92,5 +124,5 @@ setup(
         "shadowkv.models": ["catalogue/*.json", "adapters/*/*"],
     },
     ext_modules=extensions(),
-    cmdclass={"build_ext": BuildIfPossible},
+    cmdclass={"build_ext": BuildIfPossible, "egg_info": MetadataOfBuild},
 )

@@ -10,6 +10,7 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+import torch
 
 from shadowkv import installation
 
@@ -74,6 +75,14 @@ def test_an_sdist_is_installed_again_and_a_wheel_replaced(installed: Path, tmp_p
     sdist.unlink()
     came_from(installed, sdist.as_uri())
     assert "'make wheel'" in installation.building_cpu()
+
+
+def test_a_build_with_cpp_ops_asks_for_the_torch_that_can_load_them(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
+    [metadata] = tmp_path.glob("*.egg-info/PKG-INFO")
+    needed = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: torch")]
+    assert needed == [f"Requires-Dist: torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
 
 
 def test_no_message_or_document_names_a_distribution_that_no_index_has() -> None:

@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sweeps.rows import read
+from shadowkv.eval.reports.colours import OTHERS, PRESETS, colour
 from shadowkv.eval.reports.plots import add_legend, new_figure, save_figure, set_logarithmic
-
-COLOURS = {
-    "full": "tab:gray",
-    "shadowkv": "tab:blue",
-    "quest": "tab:green",
-    "turbo-host": "tab:orange",
-    "turbo": "tab:red",
-}
-"""Colours of the policies, in the order in which they are shown; others follow."""
-
-OTHERS = "tab:purple"
-"""Colour of policies without their own, and of other engines."""
 
 DASHES = {"dense": "-", "sparse": "--", "auto": "-."}
 MARKERS = {"none": "o", "fp8": "s"}
@@ -45,7 +34,7 @@ def plot_prefill(path: Path) -> Path:
     for (engine, kv, prefill, quantization), points in lines.items():
         axis.plot(
             *zip(*sorted(points), strict=True),
-            color=COLOURS.get(kv) if engine == "shadowkv" else OTHERS,
+            color=colour(kv) if engine == "shadowkv" else OTHERS,
             linestyle=DASHES.get(prefill, ":"),
             marker=MARKERS.get(quantization, "x"),
             markersize=4,
@@ -95,7 +84,7 @@ def plot_throughput(cells: list[Cell], out: Path) -> list[Path]:
 
 
 def _place(cell: Cell) -> tuple[int, int, str, int]:
-    order = list(COLOURS)
+    order = list(PRESETS)
     shown = order.index(cell["kv"]) if cell["kv"] in order else len(order)
     return cell["context"], shown, cell["kv"], cell["batch"]
 
@@ -104,7 +93,7 @@ def _speeds(axis: Any, policies: dict[str, Cell]) -> None:
     """Bars with their batch and, if ``full`` is among them, their speed relative to it."""
     full = policies.get("full")
     speeds = [cell["decode_tokens_per_s"] for cell in policies.values()]
-    axis.barh(list(policies), speeds, color=[COLOURS.get(kv, OTHERS) for kv in policies])
+    axis.barh(list(policies), speeds, color=[colour(kv) for kv in policies])
     for row, (cell, speed) in enumerate(zip(policies.values(), speeds, strict=True)):
         times = "" if full is None or cell is full else f", {speed / full['decode_tokens_per_s']:.1f}×"
         axis.text(speed, row, f" {speed:,.0f} ({cell['batch']}){times}", va="center", fontsize=8)
@@ -113,8 +102,10 @@ def _speeds(axis: Any, policies: dict[str, Cell]) -> None:
 def _sizes(axis: Any, policies: dict[str, Cell]) -> None:
     device = [cell["device_gib_per_sequence"] for cell in policies.values()]
     host = [cell["host_gib"] / cell["batch"] for cell in policies.values()]
-    axis.barh(list(policies), device, label="device", color="tab:blue")
-    axis.barh(list(policies), host, left=device, label="pinned host memory", color="tab:cyan")
+    colours = [colour(kv) for kv in policies]
+    axis.barh(list(policies), device, label="device", color=colours)
+    style = {"color": "white", "edgecolor": colours, "hatch": "///"}
+    axis.barh(list(policies), host, left=device, label="pinned host memory", **style)
     for row, size in enumerate(map(sum, zip(device, host, strict=True))):
         axis.text(size, row, f" {size:.2f}", va="center", fontsize=8)
 
@@ -167,10 +158,12 @@ def _draw(
     figure, (axis,) = new_figure(1, 1, (7.6, 5.2))
     axis.plot(*zip(*best, strict=True), color="tab:gray", linestyle=":", zorder=1)
     for kv, (x, y) in points.items():
-        axis.scatter(x, y, color=COLOURS.get(kv.split()[0], OTHERS), s=28, zorder=2)
+        axis.scatter(x, y, color=colour(kv), s=28, zorder=2)
     if logarithmic:
         axis.set_yscale("log")
     axis.margins(0.15, 0.12)
+    if logarithmic:
+        set_logarithmic(axis, "y")
     axis.set(xlabel=labels[0], ylabel=labels[1])
     axis.grid(alpha=0.3, which="both")
     figure.draw_without_rendering()  # places are known then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -48,8 +49,7 @@ def cpu_missing() -> list[str]:
     """Makes ``torch.ops.shadowkv`` available; the reason if it cannot, otherwise nothing."""
     path = cpu_library()
     if not path.exists():
-        others = sorted(other.name for other in PACKAGE.glob("_cpu_torch*.so"))
-        return [Unbuilt(f"not built for torch {torch.__version__}, but {', '.join(others)}" if others else "not built")]
+        return [Unbuilt(_built_for_another() or "not built")]
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -70,6 +70,19 @@ def cpu_missing() -> list[str]:
     for name, fake in fakes.items():
         torch.library.register_fake(f"shadowkv::{name}", fake)
     return []
+
+
+def _built_for_another() -> str | None:
+    """What the C++ ops that are here need instead, and what to do; None where there are none."""
+    pattern = re.compile(r"_cpu_torch(\d+)_(\d+)\.(.+)")
+    libraries = [found.groups() for path in PACKAGE.glob("_cpu_torch*.so") if (found := pattern.fullmatch(path.name))]
+    if fitting := sorted(
+        (int(major), int(minor)) for major, minor, ending in libraries if f".{ending}" == EXTENSION_SUFFIXES[0]
+    ):
+        versions = [dotted(version) for version in fitting]
+        needed = f"the C++ ops are built for torch {', '.join(versions)}, and this is {torch.__version__}"
+        return f"{needed}; pip install 'torch=={versions[-1]}.*' brings them back"
+    return "the C++ ops are built for another Python" if libraries else None
 
 
 def block_memory(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -146,12 +147,26 @@ def test_an_extension_of_an_older_version_is_told_and_left(monkeypatch):
     assert reason.endswith("is of an older version and lacks op_that_came_later")
 
 
-def test_an_extension_for_another_torch_is_told_and_left(monkeypatch):
-    built = extension.cpu_library().name
+def test_an_extension_for_another_torch_is_told_with_what_to_do(monkeypatch, tmp_path):
+    (tmp_path / f"_cpu_torch2_13{EXTENSION_SUFFIXES[0]}").touch()
+    monkeypatch.setattr(extension, "PACKAGE", tmp_path)
     monkeypatch.setattr(torch, "__version__", "2.99.1")
     [reason] = extension.cpu_missing.__wrapped__()
     assert isinstance(reason, Unbuilt)
-    assert reason.startswith("not built for torch 2.99.1, but _cpu_torch") and built in reason
+    assert reason == (
+        "the C++ ops are built for torch 2.13, and this is 2.99.1; pip install 'torch==2.13.*' brings them back"
+    )
+
+
+def test_an_extension_for_another_python_is_told(monkeypatch, tmp_path):
+    (tmp_path / "_cpu_torch2_13.cpython-399-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(extension, "PACKAGE", tmp_path)
+    assert extension.cpu_missing.__wrapped__() == ["the C++ ops are built for another Python"]
+
+
+def test_without_an_extension_it_is_not_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "PACKAGE", tmp_path)
+    assert extension.cpu_missing.__wrapped__() == ["not built"]
 
 
 def sketch_case() -> dict[str, Tensor]:

@@ -96,6 +96,8 @@ def test_upload_ask_compare_and_look_at_places(page, server):
     page.locator("#attended-more summary").click()
     expect(page.locator("#attended-words")).to_contain_text("it reads only those places")
     places = page.locator("#places button")
+    for told in places.all_inner_texts():
+        assert not re.search(r"<\||Hugging Face|SmolLM", told)  # the chat template's own
     found = places.filter(has_text=re.compile("keeper hid|brass key|third stair")).first
     found.click()
     expect(found).to_have_attribute("aria-current", "")

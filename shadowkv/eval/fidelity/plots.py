@@ -8,6 +8,7 @@ from pathlib import Path
 from shadowkv.eval.fidelity.attention import SIZES
 from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
 from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
+from shadowkv.eval.reports.colours import styles
 from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 
 
@@ -27,12 +28,13 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
     """A point per policy with its standard error, on a logarithmic scale; zero KL has no point."""
     policies = labels(measured)
+    style_of = styles(policies)
     width = 4.5 + 0.08 * max(map(len, policies), default=0)  # of the labels
     figure, (axis,) = new_figure(1, 1, (width, 1.2 + 0.35 * len(policies)))
     for number, label in enumerate(policies):
         estimate = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
         if estimate and estimate[0] > 0:
-            axis.errorbar(estimate[0], number, xerr=bar_length(estimate[1]), marker="o", color=f"C{number}", capsize=3)
+            axis.errorbar(estimate[0], number, xerr=bar_length(estimate[1]), capsize=3, **style_of[label])
     axis.set_yticks(range(len(policies)), policies)
     axis.set_ylim(len(policies) - 0.5, -0.5)
     set_logarithmic(axis, "x")
@@ -45,12 +47,12 @@ def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
 def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str, path: Path) -> None:
     """One of ``LAYER_FIGURES`` by layer, a line per policy with a band of its standard error."""
     figure, (axis,) = new_figure(1, 1, (7.5, 4.5))
-    for number, label in enumerate(labels(measured)):
+    for label, style in styles(labels(measured)).items():
         estimates = layer_means(of_policy(measured, label), LAYER_FIGURES[name])
         means, errors = [mean for mean, _ in estimates], [bar_length(error) for _, error in estimates]
-        axis.plot(means, marker=".", color=f"C{number}", label=label)
+        axis.plot(means, markersize=4, label=label, **style)
         low, high = ([m + sign * e for m, e in zip(means, errors)] for sign in (-1, 1))
-        axis.fill_between(range(len(means)), low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+        axis.fill_between(range(len(means)), low, high, color=style["color"], alpha=0.2, linewidth=0)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("layer")
     axis.set_ylabel(words)
@@ -63,13 +65,13 @@ def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str,
 def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None:
     """Mean over layers by buffer size, a line per policy that selects."""
     figure, (axis,) = new_figure(1, 1, (6, 4.2))
-    for number, label in enumerate(labels(measured)):
+    for label, style in styles(labels(measured)).items():
         of_label = of_policy(measured, label)
         estimates = [over_prompts(of_label, FIGURES[f"hit_rate_{size}x"]) for size in SIZES]
         points = [(mean, bar_length(error)) for mean, error in filter(None, estimates)]
         if points:
             means, errors = zip(*points)
-            axis.errorbar(SIZES, means, errors, marker="o", capsize=3, color=f"C{number}", label=label)
+            axis.errorbar(SIZES, means, errors, capsize=3, label=label, **style)
     axis.set_xscale("log", base=2)
     axis.set_xticks(SIZES, [f"{size}x" for size in SIZES])
     axis.set_ylim(0, 1.02)

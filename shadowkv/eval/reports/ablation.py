@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shadowkv.eval.records.policies import without_field
 from shadowkv.eval.records.predictions import Prediction, replacing
+from shadowkv.eval.reports.colours import styles
 from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.reports.summary import scores_by_task
@@ -95,7 +96,7 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
     values = sorted({point.value for point in all_points if point.value is not None}, key=_order(all_points))
     lengths = sorted({point.length for point in all_points})
     policies = list(dict.fromkeys(point.kv for point in all_points))
-    unit = 100 if share else 1
+    style_of, unit = styles(policies), 100 if share else 1
     figure, axes = new_figure(1, len(lengths), (6, 4.2))
     for axis, length in zip(axes, lengths):
         for number, kv in enumerate(policies):
@@ -104,14 +105,14 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
                 of_policy = [point for point in of_policy if point.mean > 0]
             for point in of_policy:
                 if point.value is None:
-                    axis.axhline(unit * point.mean, color=f"C{number}", linestyle=":", label=kv)
+                    axis.axhline(unit * point.mean, color=style_of[kv]["color"], linestyle=":", label=kv)
             drawn = sorted(
                 (values.index(point.value), point.mean, point.error) for point in of_policy if point.value is not None
             )
             if drawn:
                 places, means, errors = zip(*drawn)
                 beside = 0.03 * (number - len(policies) / 2)  # equal figures must not hide one another
-                style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": kv}
+                style = {"capsize": 3, "label": kv, **style_of[kv]}
                 bars = [unit * bar_length(error) for error in errors]
                 axis.errorbar([place + beside for place in places], [unit * mean for mean in means], bars, **style)
         axis.set_xticks(range(len(values)), values)

@@ -17,6 +17,9 @@ from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.reports.summary import labels, write_summary
 from shadowkv.eval.suites import niah, open_ended
 
+DARK = 35
+"""Points from the middle of a heatmap's colours, from which on black numbers are hard to read."""
+
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
     """Writes them; plots only if matplotlib is installed."""
@@ -68,7 +71,9 @@ def plot_needles(
     image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for y, row in enumerate(means):
         for x, mean in enumerate(row):
-            axis.text(x, y, "" if math.isnan(mean) else f"{mean:.0f}", ha="center", va="center", fontsize=8)
+            words = "" if math.isnan(mean) else f"{mean:.0f}"
+            on_dark = abs(mean - 50) > DARK  # both ends of the colours
+            axis.text(x, y, words, ha="center", va="center", fontsize=9, color="white" if on_dark else "black")
     axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
     axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])
     axis.set_xlabel("tokens of context")

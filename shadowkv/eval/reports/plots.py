@@ -9,6 +9,7 @@ from typing import Any
 
 from shadowkv.eval.records.policies import BASELINE
 from shadowkv.eval.records.predictions import Prediction, replacing
+from shadowkv.eval.reports.colours import styles
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task, values
 
@@ -21,7 +22,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     lengths = sorted({length for length, _ in cells})
     policies = labels(predictions)
     paired = policies[0] == BASELINE and len(policies) > 1
-    shown = policies[paired:]
+    shown, style_of = policies[paired:], styles(policies)
     figure, axes = new_figure(1, len(lengths), (5.2, 1.6 + len(tasks) * (0.2 + 0.06 * len(shown))))
     for axis, length in zip(axes, lengths):
         for number, label in enumerate(shown):
@@ -33,7 +34,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
             points = [(y, *mean_and_error(*scores)) for y, scores in scores_by_row if scores]
             if points:
                 y, means, errors = zip(*points)
-                style = {"fmt": "o", "markersize": 4, "capsize": 2, "color": colour(number), "label": label}
+                style = {"linestyle": "", "markersize": 4, "capsize": 2, "label": label, **style_of[label]}
                 axis.errorbar([100 * x for x in means], y, xerr=[100 * bar_length(x) for x in errors], **style)
         for row in range(1, len(tasks)):
             axis.axhline(row - 0.5, color="0.85", linewidth=0.8)
@@ -52,19 +53,19 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
     """Mean score over all tasks by attended tokens, a panel per length: a line per policy through all its budgets."""
     lengths = sorted({p.length for p in predictions})
     presets = list(dict.fromkeys(p.kv for p in sorted(predictions, key=lambda p: p.kv != BASELINE)))
+    style_of = styles(presets)
     figure, axes = new_figure(1, len(lengths), (5.6, 4.2))
     for axis, length in zip(axes, lengths):
-        for number, kv in enumerate(presets):
+        for kv in presets:
             points = _points([p for p in predictions if (p.length, p.kv) == (length, kv)])
             if not points:
                 continue
             attended, scores, errors = zip(*points)
-            axis.errorbar(attended, scores, errors, marker="o", capsize=3, color=colour(number), label=kv)
+            axis.errorbar(attended, scores, errors, capsize=3, label=kv, **style_of[kv])
             if kv == BASELINE:
-                axis.axhline(scores[0], color=colour(number), linestyle=":", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.set_title(f"{length} tokens of context", fontsize=10)
+                axis.axhline(scores[0], color=style_of[kv]["color"], linestyle=":", linewidth=1)
+        set_logarithmic(axis, "x", base=2)
+        axis.set_title(f"{length:,} tokens of context", fontsize=10)
         axis.set_xlabel("tokens attended per kv head and step")
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("score over all tasks, per cent")
@@ -90,13 +91,6 @@ def bar_length(error: float) -> float:
     return 0.0 if math.isnan(error) else error
 
 
-def colour(number: int) -> Any:
-    """One of twenty colours; the first ten are those of matplotlib's cycle."""
-    from matplotlib import colormaps
-
-    return colormaps["tab20"](number % 10 * 2 + number // 10 % 2)
-
-
 def add_legend(figure: Any) -> None:
     """Lists what is drawn, once each, below the panels."""
     named = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels())}
@@ -116,16 +110,19 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
     return figure, axes
 
 
-def set_logarithmic(axis: Any, which: str) -> None:
-    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too; only
-    at 1 if the data spans three decades or more."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+def set_logarithmic(axis: Any, which: str, base: int = 10) -> None:
+    """Makes an axis, ``x`` or ``y``, whose data is drawn, logarithmic. It has labels at powers of ``base``, of 10 at 2
+    and 5 times these too unless the data spans three decades; at even steps where these would be fewer than two."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
-    getattr(axis, f"set_{which}scale")("log")
+    getattr(axis, f"set_{which}scale")("log", base=base)
     ticks = getattr(axis, f"{which}axis")
     low, high = getattr(axis, f"get_{which}lim")()
-    ticks.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
-    ticks.set_major_formatter("{x:g}")
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    steps = (1, 2, 5) if base == 10 and high < 1000 * low else (1,)
+    labelled = [tick for power in powers for step in steps if low <= (tick := step * base**power) <= high]
+    ticks.set_major_locator(FixedLocator(labelled) if len(labelled) > 1 else MaxNLocator(4))
+    ticks.set_major_formatter("{x:,.6g}")
     ticks.set_minor_formatter(NullFormatter())
 
 

@@ -69,6 +69,12 @@ export class Answer {
     return repeatsItself(this.record.text || this.record.thought);
   }
 
+  /** Takes the texts of its prompt's tokens, and the number of the first one that is not the chat template's. */
+  reads(strings, firstSent) {
+    this.strings = strings;
+    this.firstSent = firstSent;
+  }
+
   /** Begins to write; what is there already is continued. */
   begin() {
     this.began = performance.now();

@@ -15,6 +15,7 @@ const REST = 4;
 const KEEP = 1000;
 const RESERVE = 128; // tokens, at least, for a question, its template and the answer
 const CHARACTERS = 3; // of a token, where it was not counted
+const SOUGHT = 60; // characters that a prompt is searched for
 const NEAR = 60; // pixels below the screen that an answer's end may be, to be followed
 
 let served = null; // { name, policy, compared, chats, limit }
@@ -94,7 +95,7 @@ function update() {
     ? `Too long to ask: ${chatSoFar}what is added ${tokens(more)}, and this model takes ${count(served.limit)} with the answer.`
       + " Remove a document, or keep its beginning."
     : `Too long to go on: ${chatSoFar}and this model takes ${count(served.limit)}. Begin a new chat.`);
-  tellWait(tooLong || stopping || isReading() ? 0 : more);
+  tellWait(tooLong || stopping || isReading() ? 0 : more, used());
   byId("send").disabled = Boolean(stopping) || tooLong || !served;
   byId("stop").disabled = !stopping;
 }
@@ -136,6 +137,13 @@ function promptOf(all) {
 
 async function tokenized(body) {
   return (await post("/tokenize", { ...body, return_token_strs: true }, stopping.signal)).json();
+}
+
+/** The first token of a prompt that is of what was sent: before it a chat template may have words of its own. */
+function firstSent(strings, { messages }) {
+  const at = messages ? strings.join("").indexOf(messages[0].content.trim().slice(0, SOUGHT)) : 0;
+  let length = 0;
+  return Math.max(0, strings.findIndex((text) => (length += text.length) > at));
 }
 
 /** Tokens that an answer to a prompt may have; raises an error where there is no room for any. */
@@ -180,7 +188,7 @@ async function answer(turn, counted) {
   const [path, prompt] = [served.chats ? "/v1/chat/completions" : "/v1/completions", promptOf(chat.turns)];
   const most = mostTokens(counted.count);
   turn.anew(models.map(title));
-  turn.answers[0].strings = counted.token_strs;
+  turn.answers[0].reads(counted.token_strs, firstSent(counted.token_strs, prompt));
   await save(); // so that a reload while the prompt is read finds an answer to ask for anew
   await writing(turn, models.map((model) => [path, { ...prompt, model, max_tokens: most }]));
 }
@@ -191,7 +199,8 @@ async function goOn(turn) {
     const before = await tokenized(promptOf(chat.turns));
     const written = await tokenized({ prompt: turn.answers[0].record.text, add_special_tokens: false });
     const most = mostTokens(before.count + written.count);
-    turn.answers[0].strings = [...before.token_strs, ...written.token_strs];
+    const strings = [...before.token_strs, ...written.token_strs];
+    turn.answers[0].reads(strings, firstSent(strings, promptOf(chat.turns)));
     const body = { prompt: [...before.tokens, ...written.tokens], model: served.name, max_tokens: most };
     await writing(turn, [["/v1/completions", body]]);
   });

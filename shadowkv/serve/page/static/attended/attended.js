@@ -5,7 +5,7 @@ import { Reader } from "./reader.js";
 import { summed } from "./selections.js";
 import { Strip } from "./strip.js";
 
-let answer = null; // with the texts of its prompt's tokens as `strings`
+let answer = null;
 let policy = "";
 
 const reader = new Reader(go);
@@ -53,7 +53,7 @@ function draw() {
   show("attended", true);
   if (reader.strings !== answer.strings) {
     reader.strings = answer.strings;
-    reader.load(answer.strings, sum.cell);
+    reader.load(answer.strings, sum.cell, answer.firstSent);
   }
   const weighted = sum.groups.some(({ shares }) => shares.size);
   show("selected", weighted);

@@ -19,9 +19,10 @@ export class Reader {
     });
   }
 
-  /** Shows a prompt by the text of its tokens. */
-  load(strings, cell) {
+  /** Shows a prompt by the text of its tokens; those before `firstSent` are the chat template's. */
+  load(strings, cell, firstSent) {
     this.cell = cell;
+    this.firstSent = firstSent;
     this.spans = [];
     for (let first = 0; first < strings.length; first += cell) {
       this.spans.push(make("span", "", strings.slice(first, first + cell).join("")));
@@ -36,7 +37,7 @@ export class Reader {
     this.shares = overLayers(sum);
     const most = Math.max(...this.shares.values(), 0.001);
     for (const [place, share] of this.shares) this.spans[place]?.style.setProperty("--share", share / most);
-    const told = new Map([...this.shares].filter(([place]) => hasWords(this.spans[place]?.textContent ?? "")));
+    const told = new Map([...this.shares].filter(([place]) => this.isSent(place)));
     this.list.replaceChildren(...strongest(told, PLACES).map((one) => this.entry(one)));
     this.mark();
   }
@@ -56,7 +57,13 @@ export class Reader {
 
   snippet(place) {
     const text = [place, place + 1].map((one) => this.spans[one]?.textContent ?? "").join("");
-    return text.replaceAll(/\s+/g, " ").trim().slice(0, SNIPPET);
+    return ownWords(text).replaceAll(/\s+/g, " ").trim().slice(0, SNIPPET);
+  }
+
+  /** Whether a place has words of what was sent: not only space, signs and what a chat template has of its own. */
+  isSent(place) {
+    const text = this.spans[place]?.textContent ?? "";
+    return place * this.cell >= this.firstSent && /[\p{L}\p{N}]/u.test(ownWords(text));
   }
 
   describe(place) {
@@ -82,8 +89,8 @@ export class Reader {
   }
 }
 
-/** Whether a place has words of its own: not only space, signs and what a chat template puts between messages. */
-const hasWords = (text) => /[\p{L}\p{N}]/u.test(text.replaceAll(/<\|[^|>]*\|>/g, ""));
+/** A text without what a chat template puts between messages: marks, and the role behind one that begins a message. */
+const ownWords = (text) => text.replaceAll(/<\|[^|>]*\|>(?:(?:system|user|assistant)\b)?/g, " ");
 
 function percent(share) {
   const hundredths = 100 * share;
