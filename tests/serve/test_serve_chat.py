@@ -10,9 +10,12 @@ def test_answer(post, engine):
     body = post("chat").json()
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
     no_parts = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    ended = {"matched_stop": ord(REPLY[-1])}
     nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids"))
     message = {"role": "assistant", "content": REPLY, **no_parts}
-    assert body["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", **nulls}]
+    assert body["choices"] == [
+        {"index": 0, "message": message, "finish_reason": "stop", "matched_stop": ord(REPLY[-1]), **nulls}
+    ]
     assert body["prompt_logprobs"] is None and body["prompt_token_ids"] is None
     assert engine.prompts == ["<user>Hi<assistant>"]
     assert body["usage"]["prompt_tokens"] == len(engine.prompts[0])

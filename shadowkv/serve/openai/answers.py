@@ -96,9 +96,11 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Ended(Answer):
-    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``."""
+    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``;
+    ``matched_stop``, which is SGLang's, that or the model's own token that ends answers."""
 
     stop_reason: str | int | None
+    matched_stop: str | int | None
     token_ids: list[int] | None
 
 

@@ -112,7 +112,9 @@ def token_ids_of(job: Job, piece: Piece) -> dict[str, Any]:
 def end_of(piece: Piece) -> dict[str, Any]:
     """Whether and why a choice ends with a piece."""
     end: dict[str, Any] = {"finish_reason": piece.finish_reason}
-    return end if piece.finish_reason is None else {**end, "stop_reason": piece.stop_reason}
+    if piece.finish_reason is None:
+        return end
+    return {**end, "stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:
