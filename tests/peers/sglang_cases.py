@@ -35,6 +35,7 @@ for _name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.test", "sglang
     sys.modules[_name] = MagicMock()
 
 SERVERS = Servers()
+FLAGS = ("--max-model-len", "8192", "--seed", "1")
 
 
 class Served(unittest.TestCase):
@@ -46,7 +47,7 @@ class Served(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        live = SERVERS.get(("--max-model-len", "8192", "--max-num-seqs", "48"))
+        live = SERVERS.get(FLAGS)
         cls.base_url, cls.process = live.url, live.process
 
 
@@ -66,7 +67,7 @@ CALLS = {name: call for name, call, _ in _module(TESTS / "tool_call_test_runner.
 
 @pytest.mark.parametrize("name", CALLS)
 def test_tool_calls(name: str) -> None:
-    live = SERVERS.get(("--max-model-len", "8192", "--max-num-seqs", "48"))
+    live = SERVERS.get(FLAGS)
     CALLS[name](openai.Client(api_key="sk-test", base_url=f"{live.url}/v1"), MODEL)
 
 

@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -30,6 +31,7 @@ class RemoteOpenAIServer:
     """What vLLM's tests start and ask: ``model`` is a name by which our one model is served."""
 
     DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
 
     def __init__(
         self, model: str, vllm_serve_args: Sequence[str], *, env_dict: Mapping[str, str] | None = None, **_: Any
@@ -37,7 +39,7 @@ class RemoteOpenAIServer:
         key = (env_dict or {}).get("VLLM_API_KEY")
         flags = (*_of_ours(vllm_serve_args), *(("--api-key", key) if key else ()))
         named = () if "--served-model-name" in flags else ("--served-model-name", model)
-        self.live = SERVERS.get((*flags, *named))
+        self.live = SERVERS.get((*flags, *named, "--metrics-prefix", "vllm"))
         self.host, self.port, self.url_root, self.proc = "127.0.0.1", self.live.port, self.live.url, self.live.process
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -113,12 +115,14 @@ def _values() -> dict[str, dict[str, Any]]:
     from shadowkv import __version__
 
     platform = MagicMock(**{f"is_{kind}.return_value": False for kind in ("rocm", "cuda", "cpu", "xpu", "tpu")})
+    envs, version = {"VLLM_USE_RUST_FRONTEND": False}, {"__version__": __version__, "_prev_minor_version": lambda: "0.32"}
     return {
         "vllm.platforms": {"current_platform": platform},
         "vllm.tokenizers": {"get_tokenizer": lambda **_: transformers_tokenizer()},
-        "vllm.version": {"__version__": __version__, "_prev_minor_version": lambda: "0.32"},
+        "vllm.version": version,
         "vllm.config": {"ModelConfig": lambda **_: MagicMock(get_vocab_size=lambda: len(transformers_tokenizer()))},
-        "vllm.envs": {"VLLM_USE_RUST_FRONTEND": False},
+        "vllm": {"envs": SimpleNamespace(**envs), "version": SimpleNamespace(**version)},
+        "vllm.envs": envs,
         "vllm.transformers_utils.repo_utils": {
             "hf_api": lambda: MagicMock(snapshot_download=lambda repo_id: repo_id),
         },
@@ -141,6 +145,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     file = {item: _own_name(config, item.path) for item in items}
     EXPECTED.mark(items, {item: f"{file[item]}::{item.nodeid.partition('::')[2]}" for item in items})
+
+
+@pytest.fixture(scope="session")
+def local_asset_server() -> None:
+    """Has images, which tests of metrics take for models that see."""
 
 
 @pytest.fixture(autouse=True)

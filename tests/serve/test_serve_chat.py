@@ -10,7 +10,6 @@ def test_answer(post, engine):
     body = post("chat").json()
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
     no_parts = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-    ended = {"matched_stop": ord(REPLY[-1])}
     nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids"))
     message = {"role": "assistant", "content": REPLY, **no_parts}
     assert body["choices"] == [

@@ -13,7 +13,6 @@ from shadowkv.engine.sampling_params import choice_seed
 def test_answer(post, engine):
     body = post("completions", model="fake").json()
     assert body["object"] == "text_completion" and body["model"] == "fake" and body["id"].startswith("cmpl-")
-    ended = {"matched_stop": ord(REPLY[-1])}
     nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"))
     assert body["choices"] == [
         {"index": 0, "text": REPLY, "finish_reason": "stop", "matched_stop": ord(REPLY[-1]), **nulls}

@@ -35,6 +35,16 @@ class KVTransfer(Answer):
     remote_snapshots: list[str]
 
 
+class RequestMetrics(Answer):
+    """How long an answer took, in milliseconds; only with ``--enable-per-request-metrics``."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float = 0.0
+    tokens_per_second: float
+
+
 FinishReason = Literal["stop", "length", "repetition"]
 ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 
@@ -80,6 +90,7 @@ class Generated(Answer, Generic[Kind, Choice]):
     service_tier: None
     system_fingerprint: str
     kv_transfer_params: KVTransfer | None = None
+    metrics: RequestMetrics | None = None
 
 
 class PromptLogprob(Answer):
@@ -206,9 +217,10 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``."""
+    """Answer of ``/detokenize``: the text by vLLM's name and by llama.cpp's."""
 
     prompt: str
+    content: str
 
 
 class RestoredPrompt(Answer):

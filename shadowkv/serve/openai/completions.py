@@ -58,7 +58,10 @@ class Choices(Endpoint):
         shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
         nulls = {"service_tier": None, "kv_transfer_params": None}
         end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
-        return {**job.head(self.kind), **nulls, **shaped, **end}
+        return {**job.head(self.kind), **nulls, **shaped, **end, **self._metrics(job)}
+
+    def _metrics(self, job: Job) -> dict[str, Any]:
+        return {"metrics": job.metrics_of(0)} if self.settings.enable_per_request_metrics else {}
 
     def stream(self, job: Job) -> Events:
         return Events(self._chunks(job))
@@ -91,7 +94,8 @@ class Choices(Endpoint):
                 yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
                 first = {}
         if with_usage:
-            yield {**head, "choices": [], "usage": job.usage(), "system_fingerprint": fingerprint(job)}
+            end = {"usage": job.usage(), "system_fingerprint": fingerprint(job)}
+            yield {**head, "choices": [], **end, **self._metrics(job)}
 
     def as_ids(self, job: Job) -> bool:
         """Whether log-probabilities have the ids of tokens instead of their texts."""

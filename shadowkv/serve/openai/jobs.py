@@ -203,6 +203,24 @@ class Job:
         outputs = [self.last_outputs[index]] if index in self.last_outputs else []
         return _usage(outputs, outputs if has_begun else [])
 
+    def metrics_of(self, index: int) -> dict[str, float]:
+        """How long a choice took, in milliseconds, by vLLM's names: a first token from when work on its prompt began,
+        the tokens after it, the wait before, the mean between tokens if there are two; and tokens per second of
+        work."""
+        output = self.last_outputs[index]
+        times, tokens = output.times, output.completion_tokens
+        scheduled = times.arrival if times.scheduled is None else times.scheduled
+        first = scheduled if times.first_token is None else times.first_token
+        last = first if times.last_token is None else times.last_token
+        between = {"mean_itl_ms": 1000 * (last - first) / (tokens - 1)} if tokens > 1 else {}
+        return {
+            "time_to_first_token_ms": 1000 * (first - scheduled),
+            "generation_time_ms": 1000 * (last - first),
+            "queue_time_ms": 1000 * (scheduled - times.arrival),
+            **between,
+            "tokens_per_second": tokens / (last - scheduled) if last > scheduled else 0.0,
+        }
+
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
