@@ -115,7 +115,10 @@ def _values() -> dict[str, dict[str, Any]]:
     from shadowkv import __version__
 
     platform = MagicMock(**{f"is_{kind}.return_value": False for kind in ("rocm", "cuda", "cpu", "xpu", "tpu")})
-    envs, version = {"VLLM_USE_RUST_FRONTEND": False}, {"__version__": __version__, "_prev_minor_version": lambda: "0.32"}
+    envs, version = (
+        {"VLLM_USE_RUST_FRONTEND": False},
+        {"__version__": __version__, "_prev_minor_version": lambda: "0.32"},
+    )
     return {
         "vllm.platforms": {"current_platform": platform},
         "vllm.tokenizers": {"get_tokenizer": lambda **_: transformers_tokenizer()},

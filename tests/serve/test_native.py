@@ -107,3 +107,10 @@ def test_what_a_server_says_of_itself(call, engine):
     assert props["default_generation_settings"]["n_ctx"] == engine.max_model_len
     engine.running = {"a"}
     assert [slot["is_processing"] for slot in call("GET", "/slots").json()] == [True, False, False, False]
+
+
+def test_the_prompt_of_a_conversation(call, engine):
+    messages = [{"role": "user", "content": "Hi"}]
+    assert call("POST", "/apply-template", json={"messages": messages}).json() == {"prompt": "<user>Hi<assistant>"}
+    assert error_of(call("POST", "/apply-template", json={"messages": []}), 400)["param"] == "messages"
+    assert not engine.prompts

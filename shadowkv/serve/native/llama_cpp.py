@@ -198,18 +198,19 @@ def timings(job: Job, index: int) -> dict[str, float]:
     prompt, answer = seconds_of(job, index)
     return {
         "cache_n": output.cached_tokens,
+        "prompt_n": read,
         **_rate("prompt", read, prompt),
-        **_rate("predicted", written, answer),
+        "predicted_n": written,
+        **_rate("predicted", max(0, written - 1), answer),  # the first one is the prompt's
     }
 
 
-def _rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
+def _rate(name: str, steps: int, seconds: float) -> dict[str, float]:
     milliseconds = 1000 * max(0.0, seconds)
     return {
-        f"{name}_n": tokens,
         f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
-        f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
+        f"{name}_per_token_ms": milliseconds / steps if steps else 0.0,
+        f"{name}_per_second": 1000 * steps / milliseconds if milliseconds > 0 else 0.0,
     }
 
 
