@@ -12,12 +12,26 @@ from sources import LLAMA_CPP, SGLANG, VLLM, Source
 
 HERE = Path(__file__).parent
 
+VLLM_CHAT = ("batched_chat_completions", "chat", "chat_completion", "chat_echo", "chat_logit_bias_validation") + (
+    "enable_force_include_usage",
+    "include_reasoning",
+    "logprob_token_ids",
+    "root_path",
+)
 VLLM_PARTS = {
-    "anthropic, serve": ("anthropic", "serve"),
-    "chat": ("openai/chat_completion",),
-    "completion": ("openai/completion", *(f"openai/test_{name}.py" for name in ("chunked_prompt", "return_token_ids")))
-    + ("openai/test_return_tokens_as_ids.py",),
-    "responses": ("openai/responses",),
+    "anthropic": ("anthropic", "openai/test_return_tokens_as_ids.py"),
+    "chat": tuple(f"openai/chat_completion/test_{name}.py" for name in VLLM_CHAT),
+    "completion": ("openai/completion", "openai/test_chunked_prompt.py", "openai/test_return_token_ids.py"),
+    "serve": tuple(
+        f"serve/{name}.py"
+        for name in (
+            "instrumentator/test_basic",
+            "instrumentator/test_orca_metrics",
+            "instrumentator/test_uds",
+            "middleware/test_optional_middleware",
+            "tokenize/test_tokenization",
+        )
+    ),
 }
 LLAMA_CPP_PARTS = {
     "chat": ("chat_completion", "compat_oai_responses", "stream"),
