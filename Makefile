@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve reproduce wheel test test-numeric test-slow check-cuda compile-cuda test-gpu sanitize lint format docs clean
+.PHONY: help serve reproduce wheel test test-numeric test-slow test-peers check-cuda compile-cuda test-gpu sanitize lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,7 +46,7 @@ NUMERIC := $(addprefix tests/ops/test_,attention_ops.py cpu_attend_selected.py c
   $(addprefix tests/models/test_,experts.py families.py fp8.py packed_experts_models.py)
 
 test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some: make test ARGS="tests/test_x.py -k name")
-	$(RUN_TESTS) -m "not slow" $(ARGS)
+	$(RUN_TESTS) -m "not slow and not peers" $(ARGS)
 
 # Once with two threads, on two cores.
 test-numeric: .venv/.installed-test ## Run the tests of numbers once more, as CPUs without AVX and CPUs with AVX2 compute
@@ -57,6 +57,9 @@ test-numeric: .venv/.installed-test ## Run the tests of numbers once more, as CP
 test-slow: export SHADOWKV_CLIENTS := $(CURDIR)/build/clients/bin/python
 test-slow: .venv/.installed-test-slow build/clients/.installed ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers (a QUARTER of them: 0 to 3)
 	$(RUN_TESTS) -m slow $(QUARTER:%=--quarter %) $(ARGS)
+
+test-peers: .venv/.installed-test-slow ## Run vLLM's, SGLang's and llama.cpp's own tests of their servers against ours, from PyPI
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m peers tests/peers $(ARGS)
 
 # What has changed since the last commit that landed; whole libraries, with every optimisation, are for make test-slow.
 check-cuda: ## Compile the CUDA sources that differ from main's, or from those of the last commit, without a GPU

@@ -9,7 +9,9 @@ and values for the others.
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
 
-With ``--mix`` a batch has rows of several lengths (``mixes.py``):
+With ``--mix`` a batch has rows of several lengths: how much longer do its steps take than those of its parts, each
+alone, less what every step costs? That is timed with one row of ``FLOOR_TOKENS``: a step reads the weights, whatever
+its rows are. All rows have random keys and values.
 
     python -m benchmarks.sweeps.throughput --model llama-3-8b-1m --load-format dummy --kv turbo \\
         --mix 1x1000000,40x61440 1x124928,63x2048 --out results
@@ -28,12 +30,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, replay_blocks, replayed_density, window
-from benchmarks.sweeps.mixes import FLOOR_TOKENS, Mix, mix_name, mix_of, time_mix
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
@@ -55,7 +56,38 @@ UTILIZATION = 0.99
 """Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
 RAGGED = 64
-"""Prompts are up to this many tokens shorter than the context."""
+"""Prompts are up to this many tokens shorter than the context: sequences seal at different steps."""
+
+FLOOR_TOKENS = 1024
+
+
+class Part(NamedTuple):
+    """``rows`` sequences of ``tokens`` each."""
+
+    rows: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.tokens}"
+
+
+Mix = tuple[Part, ...]
+
+
+def mix_of(text: str) -> Mix:
+    """The parts of ``1x1000000,40x61440``; raises ArgumentTypeError for anything else."""
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in text.split(",")]
+    parts = tuple(Part(*map(int, match.groups())) for match in matches if match)
+    if len(parts) < max(2, len(matches)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two or more parts of rows x tokens, as 1x1000000,40x61440")
+    if min(part.tokens for part in parts) <= RAGGED:
+        raise argparse.ArgumentTypeError(f"{text!r} has rows of {RAGGED} tokens or fewer")
+    return parts
+
+
+def mix_name(mix: Mix) -> str:
+    """As ``mix_of`` takes it."""
+    return ",".join(map(str, mix))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,6 +293,34 @@ def first_token(engine: Engine, name: str, prompt: list[int], new: int) -> float
     times = outputs[0].times
     assert times.first_token is not None
     return times.first_token - times.arrival
+
+
+def time_mix(engine: Engine, mix: Mix, new: int, steps: int, windows: int) -> dict[str, Any]:
+    """Milliseconds of a step: of the floor, of each part alone, of all together; and the ratio of the last to what the
+    parts alone let expect. ``new``: tokens that a sequence gains at the most."""
+    scatter(engine.cache)
+    batches = {"floor": (Part(1, FLOOR_TOKENS),), **{str(part): (part,) for part in mix}, "together": mix}
+    times, profiles = {}, {}
+    for name, parts in batches.items():
+        lengths = [part.tokens for part in parts for _ in range(part.rows)]
+        step, profiles[name] = time_rows(engine, lengths, new, steps, windows)
+        times[name] = 1e3 * step
+    alone = sum(times[str(part)] for part in mix) - (len(mix) - 1) * times["floor"]
+    return {"step_ms": times, "expected_ms": alone, "ratio": times["together"] / alone, "profiles": profiles}
+
+
+def time_rows(engine: Engine, lengths: list[int], new: int, steps: int, windows: int) -> tuple[float, dict[str, Any]]:
+    """Seconds of a step of rows of these lengths, which leave the engine afterwards, and its profile."""
+    draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
+    prompts = [draw.choices(words, k=length - draw.randrange(RAGGED)) for length in lengths]
+    begin(engine, prompts, new, synthetic=True)
+    window(engine, steps, len(lengths))
+    step = statistics.median(window(engine, steps, len(lengths)) for _ in range(windows))
+    profiled = profile(engine)
+    for row in range(len(lengths)):
+        engine.abort(str(row))
+    engine.step()
+    return step, profiled
 
 
 def summarise(out: Path) -> None:

@@ -28,6 +28,7 @@ from shadowkv.serve.http.server import server_on
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.http.status_routes import status_routes
 from shadowkv.serve.http.tracing import Tracing
+from shadowkv.serve.native.routes import native_routes
 from shadowkv.serve.openai.cache_routes import cache_routes
 from shadowkv.serve.openai.endpoint import Responder
 from shadowkv.serve.openai.routes import choice_routes, token_routes, unserved_routes
@@ -98,7 +99,7 @@ def build_app(
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
-    for routes in (choice_routes, messages_routes):
+    for routes in (choice_routes, messages_routes, native_routes):
         app.include_router(routes(engine, settings, respond))
     background = Background(store)
     app.include_router(responses_routes(engine.tokenizer, settings, respond, store, background))

@@ -10,7 +10,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.ops.sampling import CAUTION, row_seeds
 
 S, STEPS = 3000, 70
@@ -89,6 +89,21 @@ def test_a_step_selects_nearly_all_of_its_budget(kv: str) -> None:
     assert len(seen) == 8 * SHAPE.num_layers
     for chunks in seen:
         assert ((chunks >= 0).sum(-1) >= int(CAUTION * cache.spec.budget / cache.spec.chunk)).all()
+
+
+@pytest.mark.parametrize("kv", [kv for kv, spec in PRESETS.items() if spec.selects])
+def test_no_row_selects_more_than_the_batch_says(kv: str) -> None:
+    """Kernels share out work by it."""
+    cache = make_cache(preset(kv, **({"budget": 0.1} if PRESETS[kv].budget else {})))
+    most, lengths = [], [700, 1500]
+    cache.selection_hook = lambda layer, q, batch, selected: most.append((batch.most, selected.chunks)) or selected
+    streams = [Stream(seed, cache.allocate(length, length + 3)) for seed, length in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths, strict=True)))
+    for _ in range(3):
+        decode(cache, streams)
+    assert len(most) >= 3 * SHAPE.num_layers
+    for bound, chunks in most:
+        assert ((chunks >= 0).sum(-1) <= bound[:, None]).all()
 
 
 def test_rows_sample_the_same_alone_and_in_a_batch() -> None:

@@ -12,7 +12,9 @@ def test_answer(post, engine):
     no_parts = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
     nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids"))
     message = {"role": "assistant", "content": REPLY, **no_parts}
-    assert body["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", **nulls}]
+    assert body["choices"] == [
+        {"index": 0, "message": message, "finish_reason": "stop", "matched_stop": ord(REPLY[-1]), **nulls}
+    ]
     assert body["prompt_logprobs"] is None and body["prompt_token_ids"] is None
     assert engine.prompts == ["<user>Hi<assistant>"]
     assert body["usage"]["prompt_tokens"] == len(engine.prompts[0])

@@ -14,7 +14,9 @@ def test_answer(post, engine):
     body = post("completions", model="fake").json()
     assert body["object"] == "text_completion" and body["model"] == "fake" and body["id"].startswith("cmpl-")
     nulls = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"))
-    assert body["choices"] == [{"index": 0, "text": REPLY, "finish_reason": "stop", **nulls}]
+    assert body["choices"] == [
+        {"index": 0, "text": REPLY, "finish_reason": "stop", "matched_stop": ord(REPLY[-1]), **nulls}
+    ]
     assert body["system_fingerprint"] == f"shadowkv-{__version__}-{engine.fingerprint}"
     assert body["service_tier"] is None and body["kv_transfer_params"] is None
     assert body["usage"] == {

@@ -44,9 +44,20 @@ def test_tokenize(call):
     assert error_of(ask(prompt="a", grammar="x"))["param"] == "grammar"
 
 
+def test_tokenize_as_llama_cpp_does(call):
+    def ask(**body):
+        return call("POST", "/tokenize", json=body)
+
+    assert ask(content="Hi").json() == {"tokens": [72, 105]}
+    assert ask(content="Hi", add_special=True).json() == {"tokens": [1, 72, 105]}
+    pieces = [{"id": 72, "piece": "H"}, {"id": 105, "piece": "i"}]
+    assert ask(content="Hi", with_pieces=True).json() == {"tokens": pieces}
+    assert error_of(ask(content="Hi", prompt="Hi"))["param"] == "prompt"
+
+
 def test_detokenize(call):
-    assert call("POST", "/detokenize", json={"tokens": [72, 105]}).json() == {"prompt": "Hi"}
-    assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert call("POST", "/detokenize", json={"tokens": [72, 105]}).json() == {"prompt": "Hi", "content": "Hi"}
+    assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     for tokens in (["a"], 3, [0.5], [-1], [2**40], [2**80], ["a"] * 10_000):
         error = error_of(call("POST", "/detokenize", json={"tokens": tokens}))
         assert error["param"] == "tokens" and len(error["message"]) < 200

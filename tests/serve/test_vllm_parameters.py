@@ -284,6 +284,20 @@ def test_usage_and_names_of_tokens_by_the_servers_flags(path, http):
     assert "token_id:" not in send(path, **body, **logprobs, return_tokens_as_token_ids=False).text
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_answers_say_how_long_they_took_by_the_servers_flag(path, http):
+    send = http(build_app(FakeEngine(), "fake", ServerSettings(enable_per_request_metrics=True)))
+    body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    metrics = send(path, **body).json()["metrics"]
+    assert set(metrics) == {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms"} | {
+        "mean_itl_ms",
+        "tokens_per_second",
+    }
+    *chunks, last = events(send(path, **body, stream=True, stream_options={"include_usage": True}, max_tokens=1))
+    assert not any("metrics" in chunk for chunk in chunks)
+    assert "mean_itl_ms" not in last["metrics"] and last["metrics"]["queue_time_ms"] >= 0
+
+
 def test_a_requests_own_template_where_it_is_trusted(http, tokenizer):
     engine = FakeEngine()
     engine.tokenizer, engine.max_model_len = tokenizer, 2000

@@ -90,6 +90,7 @@ class ServerSettings:
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
     enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
 
@@ -298,6 +299,7 @@ class ServerSettings:
         for flag, text in (
             ("--enable-auto-tool-choice", "do not start where it is not known how the model writes calls of tools"),
             ("--enable-force-include-usage", "every chunk of a stream has the token counts so far, asked for or not"),
+            ("--enable-per-request-metrics", "answers of completions and chats say how long they took, in metrics"),
             ("--return-tokens-as-token-ids", "log-probabilities name tokens as token_id:ID instead of by their text"),
             ("--trust-request-chat-template", "requests may have a chat_template, a program, of their own"),
         ):

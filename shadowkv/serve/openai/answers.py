@@ -35,6 +35,16 @@ class KVTransfer(Answer):
     remote_snapshots: list[str]
 
 
+class RequestMetrics(Answer):
+    """How long an answer took, in milliseconds; only with ``--enable-per-request-metrics``."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float = 0.0
+    tokens_per_second: float
+
+
 FinishReason = Literal["stop", "length", "repetition"]
 ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 
@@ -80,6 +90,7 @@ class Generated(Answer, Generic[Kind, Choice]):
     service_tier: None
     system_fingerprint: str
     kv_transfer_params: KVTransfer | None = None
+    metrics: RequestMetrics | None = None
 
 
 class PromptLogprob(Answer):
@@ -96,9 +107,11 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Ended(Answer):
-    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``."""
+    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``;
+    ``matched_stop``, which is SGLang's, that or the model's own token that ends answers."""
 
     stop_reason: str | int | None
+    matched_stop: str | int | None
     token_ids: list[int] | None
 
 
@@ -204,9 +217,10 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``."""
+    """Answer of ``/detokenize``: the text by vLLM's name and by llama.cpp's."""
 
     prompt: str
+    content: str
 
 
 class RestoredPrompt(Answer):

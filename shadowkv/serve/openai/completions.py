@@ -58,7 +58,10 @@ class Choices(Endpoint):
         shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
         nulls = {"service_tier": None, "kv_transfer_params": None}
         end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
-        return {**job.head(self.kind), **nulls, **shaped, **end}
+        return {**job.head(self.kind), **nulls, **shaped, **end, **self._metrics(job)}
+
+    def _metrics(self, job: Job) -> dict[str, Any]:
+        return {"metrics": job.metrics_of(0)} if self.settings.enable_per_request_metrics else {}
 
     def stream(self, job: Job) -> Events:
         return Events(self._chunks(job))
@@ -91,7 +94,8 @@ class Choices(Endpoint):
                 yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
                 first = {}
         if with_usage:
-            yield {**head, "choices": [], "usage": job.usage(), "system_fingerprint": fingerprint(job)}
+            end = {"usage": job.usage(), "system_fingerprint": fingerprint(job)}
+            yield {**head, "choices": [], **end, **self._metrics(job)}
 
     def as_ids(self, job: Job) -> bool:
         """Whether log-probabilities have the ids of tokens instead of their texts."""
@@ -112,7 +116,9 @@ def token_ids_of(job: Job, piece: Piece) -> dict[str, Any]:
 def end_of(piece: Piece) -> dict[str, Any]:
     """Whether and why a choice ends with a piece."""
     end: dict[str, Any] = {"finish_reason": piece.finish_reason}
-    return end if piece.finish_reason is None else {**end, "stop_reason": piece.stop_reason}
+    if piece.finish_reason is None:
+        return end
+    return {**end, "stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class Piece:
     selections: Sequence[TokenSelections | None] | None = None
     token_ids: Sequence[int] = ()
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
+    """``stop_reason``, or the token that ended the answer by itself, as in SGLang."""
     prompt_progress: dict[str, int] | None = None
     """How far the prompt has come; such a piece has nothing else."""
 
@@ -144,6 +146,7 @@ class Job:
                 if not (has_content or piece.finish_reason):
                     continue
                 piece.token_ids, piece.stop_reason = ids, output.stop_reason
+                piece.matched_stop = _matched_stop(output)
                 piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
                 offsets[index] = piece.offset + width(self.tokenizer, logprobs or [])
                 piece.logprobs, piece.stop_string = logprobs, output.stop_string
@@ -167,7 +170,13 @@ class Job:
         ]
         for piece in pieces:
             piece.calls = _whole_calls(piece)
-            piece.token_ids, piece.stop_reason = token_ids[piece.index], self.last_outputs[piece.index].stop_reason
+            last = self.last_outputs[piece.index]
+            piece.token_ids, piece.stop_reason, piece.matched_stop = (
+                token_ids[piece.index],
+                last.stop_reason,
+                _matched_stop(last),
+            )
+            piece.stop_string = last.stop_string
             piece.logprobs = logprobs[piece.index] if wants_logprobs else None
             piece.selections = selections[piece.index] if self.request.return_selections else None
         return pieces
@@ -194,6 +203,24 @@ class Job:
         outputs = [self.last_outputs[index]] if index in self.last_outputs else []
         return _usage(outputs, outputs if has_begun else [])
 
+    def metrics_of(self, index: int) -> dict[str, float]:
+        """How long a choice took, in milliseconds, by vLLM's names: a first token from when work on its prompt began,
+        the tokens after it, the wait before, the mean between tokens if there are two; and tokens per second of
+        work."""
+        output = self.last_outputs[index]
+        times, tokens = output.times, output.completion_tokens
+        scheduled = times.arrival if times.scheduled is None else times.scheduled
+        first = scheduled if times.first_token is None else times.first_token
+        last = first if times.last_token is None else times.last_token
+        between = {"mean_itl_ms": 1000 * (last - first) / (tokens - 1)} if tokens > 1 else {}
+        return {
+            "time_to_first_token_ms": 1000 * (first - scheduled),
+            "generation_time_ms": 1000 * (last - first),
+            "queue_time_ms": 1000 * (scheduled - times.arrival),
+            **between,
+            "tokens_per_second": tokens / (last - scheduled) if last > scheduled else 0.0,
+        }
+
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -209,6 +236,13 @@ def _usage(prompts: Iterable[TextOutput], answers: Iterable[TextOutput]) -> dict
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
     }
+
+
+def _matched_stop(output: TextOutput) -> str | int | None:
+    """What ended an answer, with its last output: nothing where it was cut off."""
+    if output.stop_reason is not None or output.finish_reason != "stop" or not output.token_ids:
+        return output.stop_reason
+    return output.token_ids[-1]
 
 
 def _whole_calls(piece: Piece) -> Sequence[CallPart]:

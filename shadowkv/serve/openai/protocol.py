@@ -482,18 +482,23 @@ class ChatRequest(GenerationRequest, Conversation):
 
 
 class TokenizeRequest(Conversation):
-    """Body of ``/tokenize``: a text or a conversation."""
+    """Body of ``/tokenize``: a text or a conversation. ``content``, ``add_special`` and ``with_pieces`` are
+    llama.cpp's."""
 
     model: Name | None = None
     prompt: Text | None = None
+    content: Text | None = None
+    add_special: bool = False
+    with_pieces: bool = False
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_text(self) -> TokenizeRequest:
-        if (self.prompt is None) == (not self.messages):
-            raise refusal("prompt", "pass either prompt or messages")
+        given = (self.prompt is not None, self.content is not None, bool(self.messages))
+        if sum(given) != 1:
+            raise refusal("prompt", "pass either prompt, messages or content")
         if self.parse_special is not None and self.prompt is not None:
             raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
         return self
@@ -501,7 +506,7 @@ class TokenizeRequest(Conversation):
     @property
     def size(self) -> int:
         """Characters of the text or of all messages."""
-        return len(self.prompt or "") + self.characters
+        return len(self.prompt or self.content or "") + self.characters
 
 
 class DetokenizeRequest(Body):

@@ -25,6 +25,7 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
 from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import Responder, check_model
+from shadowkv.serve.openai.logprobs import token_text
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
 from shadowkv.serve.text.tokenization import check_length, encode, in_turn, tokenize_limit
@@ -94,7 +95,18 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     work, including the formatting of answers, is done in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
+    def tokenize_content(body: TokenizeRequest, content: str) -> Response:
+        """As llama.cpp: without a beginning unless that is asked for, and with each token's text if it is."""
+        tokens: list[Any] = encode(
+            tokenizer, content, tokenize_limit(engine.max_model_len), "content", add_special_tokens=body.add_special
+        )
+        if body.with_pieces:
+            tokens = [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
+        return JSONResponse({"tokens": tokens})
+
     def tokenize(body: TokenizeRequest) -> Response:
+        if body.content is not None:
+            return tokenize_content(body, body.content)
         param = "prompt" if body.prompt is not None else "messages"
         settings.check_trust(body.chat_template)
         special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
@@ -125,7 +137,8 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < vocab:
                 raise ApiError(f"token id {token} is not in this model's vocabulary of {vocab}", param="tokens")
-        return JSONResponse({"prompt": tokenizer.decode(tokens.tolist(), skip_special_tokens=False)})
+        text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        return JSONResponse({"prompt": text, "content": text})
 
     @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
     async def post_tokenize(body: TokenizeRequest, request: Request) -> Response:

@@ -1,0 +1,1 @@
+"""What other engines' own clients ask, beside the OpenAI API: SGLang's ``/generate``, llama.cpp's ``/completion``."""

@@ -1,0 +1,71 @@
+"""Bodies that say a completion in other words: each becomes a ``CompletionRequest`` where it is read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr, ValidationError
+
+from shadowkv.serve.bodies.api_error import from_validation
+from shadowkv.serve.bodies.body import Body, Name
+from shadowkv.serve.openai.completions import Completions
+from shadowkv.serve.openai.jobs import Job
+from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, Int64
+
+
+class NativeCompletion(CompletionRequest):
+    """A completion whose length, where it names none, is the number that the server reserves."""
+
+    def limit(self, room: int | None) -> int | None:
+        return self.max_tokens
+
+
+class NativeRequest(Body):
+    """A body that is converted to a completion.
+
+    Attributes:
+        names: what a completion's parameters are called here, where that differs.
+    """
+
+    names: ClassVar[Mapping[str, str]]
+
+    model: Name | None = None
+    stream: bool = False
+    priority: Int64 = 0
+    _completion: CompletionRequest | None = PrivateAttr(None)
+
+    @property
+    def completion(self) -> CompletionRequest:
+        """The equivalent completion."""
+        assert self._completion is not None, "finish was not called"
+        return self._completion
+
+    def finish(self) -> None:
+        try:
+            given = {name: value for name, value in self.as_completion().items() if value is not None}
+            self._completion = NativeCompletion.model_validate({**given, "stream": self.stream})
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
+
+    @abstractmethod
+    def as_completion(self) -> dict[str, Any]:
+        """Body of the completion; None is left out."""
+
+
+class NativeCompletions(Completions):
+    """An endpoint whose bodies are ``NativeRequest``, and whose answers are of a shape of their own."""
+
+    def request(self, body: NativeRequest) -> GenerationRequest:
+        return body.completion
+
+    def new_id(self, body: NativeRequest, request_id: str | None) -> str:
+        return super().new_id(body.completion, request_id)
+
+
+def seconds_of(job: Job, index: int) -> tuple[float, float]:
+    """How long a choice's prompt took, from when work on it began, and its tokens after the first."""
+    times = job.last_outputs[index].times
+    first = times.first_token or times.arrival
+    return first - (times.scheduled or times.arrival), (times.last_token or first) - first

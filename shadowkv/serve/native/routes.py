@@ -1,0 +1,97 @@
+"""Routes of SGLang's and llama.cpp's own APIs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from shadowkv.engine.request import EngineDead
+from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.body import Name
+from shadowkv.serve.http.errors import as_api_error
+from shadowkv.serve.http.owners import current_tenant
+from shadowkv.serve.http.replies import reply
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.native.llama_cpp import LlamaCompletions, LlamaRequest
+from shadowkv.serve.native.sglang import Generate, GenerateRequest
+from shadowkv.serve.openai.endpoint import Responder, check_model
+from shadowkv.serve.openai.messages import Conversation, Turns, template_input
+from shadowkv.serve.text.tokenization import check_length, in_turn, tokenize_limit
+
+if TYPE_CHECKING:
+    from shadowkv.engine.process.client import EngineClient
+    from shadowkv.serve.openai.protocol import Sampling
+
+
+class TemplateRequest(Conversation):
+    """Body of ``/apply-template``: a conversation."""
+
+    model: Name | None = None
+    messages: Turns = Field(min_length=1)
+
+
+def native_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
+    """``/generate``, ``/completion``, the prompt of a conversation, and what llama.cpp's clients ask of the server."""
+    router = APIRouter(route_class=BodyRoute)
+    generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
+    documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
+    # A NativeRequest has what a Responder reads of a Sampling, and not its parameters beside its own.
+
+    @router.post(Generate.url, response_model=None, responses=documented)
+    async def post_generate(body: GenerateRequest, request: Request) -> Response:
+        return await respond(generate, cast("Sampling", body), request)
+
+    @router.post(LlamaCompletions.url, response_model=None, responses=documented)
+    async def post_completion(body: LlamaRequest, request: Request) -> Response:
+        return await respond(complete, cast("Sampling", body), request)
+
+    @router.post("/apply-template", response_model=None, responses=responses(None, *FOR_EVERY_BODY))
+    async def post_apply_template(body: TemplateRequest, request: Request) -> Response:
+        check_model(body.model, respond.served_name)
+        settings.check_trust(body.chat_template)
+
+        def apply() -> Response:
+            turns, variables = template_input(body, engine.tokenizer.chat_template)
+            try:
+                tokens = engine.tokenizer.encode_chat(
+                    turns,
+                    body.has_next_turn,
+                    continue_final_message=body.continue_final_message,
+                    check=partial(check_length, engine.tokenizer, tokenize_limit(engine.max_model_len), "messages"),
+                    **variables,
+                )
+            except ValueError as error:  # no template, or one that refuses these messages
+                raise ApiError(str(error), param="messages") from error
+            return JSONResponse({"prompt": engine.tokenizer.decode(tokens, skip_special_tokens=False)})
+
+        return await reply(request, lambda: in_turn(current_tenant(), body.characters, apply))
+
+    @router.get("/props", response_model=None, responses=responses(None, 401, 429, 503))
+    async def get_props() -> dict[str, Any]:
+        template = engine.tokenizer.chat_template or ""
+        return {
+            "default_generation_settings": {"n_ctx": engine.max_model_len, "params": dict(engine.sampling_defaults)},
+            "total_slots": engine.max_num_seqs,
+            "model_alias": respond.served_name,
+            "model_path": engine.model_name,
+            "chat_template": template,
+            "modalities": {"vision": False, "audio": False},
+        }
+
+    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 503))
+    async def get_slots() -> list[dict[str, Any]]:
+        """As many as sequences run at once; which one has which request is nobody's concern, so the first ones are
+        those at work."""
+        try:
+            running = (await engine.stats()).running
+        except EngineDead as error:
+            raise as_api_error(error) from error
+        about = {"n_ctx": engine.max_model_len, "speculative": False}
+        return [{"id": slot, **about, "is_processing": slot < running} for slot in range(engine.max_num_seqs)]
+
+    return router

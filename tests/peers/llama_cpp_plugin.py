@@ -1,0 +1,64 @@
+"""A pytest plugin that runs llama.cpp's tests of its server, in a process of its own, with a server of ours in place of
+each that they start."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lists import Expected
+from live import MODEL, Servers
+
+EXPECTED = Expected.read("llama_cpp")
+SERVERS = Servers()
+STORIES = frozenset(("(going|bed)+", "(Suddenly)+", "(princesses|everyone|kids|Anna|forest)+", "^ blue"))
+"""What the tests' model, which was trained on stories for children, writes: of another model any text will do."""
+
+
+NAMES = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1", "davinci-002", "codellama70b", "test")
+"""Models that tests ask for: llama.cpp answers for any."""
+
+
+def _flags(server: Any) -> tuple[str, ...]:
+    """A server's options, as far as we have them."""
+    values = {
+        # A slot has its share of the context.
+        "--max-model-len": server.n_ctx and server.n_ctx // (server.n_slots or 1),
+        "--max-num-seqs": server.n_slots,
+        "--default-max-tokens": server.n_predict if (server.n_predict or -1) > 0 else None,
+        "--api-key": server.api_key,
+        "--seed": server.seed,
+        "--override-generation-config": f'{{"temperature": {server.temperature}}}',
+        "--chat-template": server.chat_template_file,
+        "--allowed-origins": server.cors_origins,
+    }
+    given = (part for flag, value in values.items() if value for part in (flag, str(value)))
+    return (*given, "--served-model-name", *(server.model_alias or MODEL).split(","), *NAMES)
+
+
+def _start(server: Any, timeout_seconds: float = 0) -> None:
+    server.server_port = SERVERS.get(_flags(server)).port
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    sys.modules["wget"] = types.ModuleType("wget")  # downloads llama.cpp's models
+    sys.path.insert(0, str(early_config.rootpath))
+    import utils
+
+    matches = utils.match_regex
+    utils.match_regex = lambda regex, text: bool(text) and (regex in STORIES or matches(regex, text))
+    utils.ServerProcess.start = _start
+    utils.ServerProcess.stop = lambda server: None
+    utils.ServerPreset.load_all = lambda: None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if EXPECTED.leaves_out(collection_path.name) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    EXPECTED.mark(items, {item: f"{item.path.name}::{item.nodeid.partition('::')[2]}" for item in items})

@@ -1,0 +1,116 @@
+"""SGLang's ``/generate``, and llama.cpp's ``/completion``, ``/props`` and ``/slots``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from fake_engine import REPLY
+from replies import events
+from test_serve_errors import error_of
+
+
+def test_a_text_is_generated(call, engine):
+    sampling = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 7, "stop": ["z"], "sampling_seed": 2}
+    answer = call("POST", "/generate", json={"text": "Hi", "sampling_params": sampling, "rid": "mine"}).json()
+    about = {"id": "mine", "prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2}
+    end = {"type": "length", "length": 3}
+    ids = [ord(letter) for letter in REPLY[:3]]
+    assert answer == {"text": REPLY[:3], "output_ids": ids, "meta_info": {**about, "finish_reason": end}}
+    (params,) = engine.params
+    assert (params.temperature, params.top_k, params.stop, params.seed) == (0.5, 7, ("z",), 2)
+
+
+def test_a_text_ends_by_itself(call, engine):
+    answer = call("POST", "/generate", json={"input_ids": [72, 105]}).json()
+    assert engine.prompts == ["Hi"] and engine.params[0].max_tokens == 128
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ord(REPLY[-1])}
+
+
+@pytest.mark.parametrize(
+    "body, count",
+    [({"text": "Hi", "sampling_params": {"n": 2}}, 2), ({"text": ["Hi"]}, 1), ({"input_ids": [[72], [73]]}, 2)],
+)
+def test_several_texts_are_a_list(call, body, count):
+    assert [one["text"] for one in call("POST", "/generate", json=body).json()] == [REPLY] * count
+
+
+def test_rules_and_scores_of_a_text(call, engine):
+    body = {"text": "Hi", "sampling_params": {"regex": "a+", "max_new_tokens": 2}, "return_logprob": True}
+    about = call("POST", "/generate", json={**body, "top_logprobs_num": 2}).json()["meta_info"]
+    assert engine.params[0].grammar is not None and engine.params[0].logprobs == 2
+    assert about["output_token_logprobs"][0] == [-0.5, ord("H"), None]
+    assert [token for _, token, _ in about["output_top_logprobs"][0]] == [72, 73]
+
+
+def test_events_have_all_of_a_text_until_then(call):
+    answer = call("POST", "/generate", json={"text": "Hi", "stream": True})
+    chunks = events(answer)
+    assert chunks[-1]["text"] == REPLY and chunks[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+    assert all(after["text"].startswith(before["text"]) for before, after in itertools.pairwise(chunks))
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/generate", {}, "text"),
+        ("/generate", {"text": "Hi", "input_ids": [1]}, "text"),
+        ("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ("/generate", {"text": "Hi", "sampling_params": {"stop_regex": "a"}}, "stop_regex"),
+        ("/completion", {"prompt": "Hi", "n_predict": -3}, "n_predict"),
+        ("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}}, "prompt"),
+        ("/completion", {"prompt": "Hi", "logit_bias": [["a", 1]]}, "logit_bias"),
+        ("/completion", {"prompt": "Hi", "mirostat": 2}, "mirostat"),
+    ],
+)
+def test_refusals_name_the_parameter(call, engine, path, body, param):
+    assert error_of(call("POST", path, json=body), 400)["param"] == param
+    assert not engine.prompts
+
+
+def test_a_completion_says_how_it_came_about(call, engine):
+    body = {"prompt": "Hi", "n_predict": 3, "seed": 4, "return_tokens": True, "logit_bias": [[72, 1.5], [73, False]]}
+    answer = call("POST", "/completion", json={**body, "n_probs": 1}).json()
+    assert (answer["content"], answer["stop_type"], answer["truncated"]) == (REPLY[:3], "limit", False)
+    assert answer["tokens"] == [ord(letter) for letter in REPLY[:3]]
+    assert answer["generation_settings"]["seed"] == 4 and answer["generation_settings"]["n_predict"] == 3
+    assert engine.params[0].logit_bias == {72: 1.5, 73: -100}
+    timings = answer["timings"]
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (2, 1, 3)
+    assert answer["completion_probabilities"][0]["top_logprobs"][0]["id"] == 72
+
+
+def test_a_completion_without_a_length_has_the_servers_default(call, engine):
+    call("POST", "/completion", json={"prompt": "Hi"})
+    assert engine.params[0].max_tokens is None
+
+
+def test_prompts_that_are_objects_and_chosen_fields(call, engine):
+    body = {"prompt": [{"prompt_string": "Hi"}, [72]], "response_fields": ["content", "generation_settings/stream"]}
+    answers = call("POST", "/completion", json=body).json()
+    assert answers == [{"content": REPLY, "generation_settings/stream": False}] * 2
+    assert engine.prompts == ["\x01Hi", "H"]
+
+
+def test_a_streamed_completion_ends_with_its_figures(call):
+    answer = call("POST", "/completion", json={"prompt": "Hi", "stream": True, "timings_per_token": True})
+    *parts, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line)
+    assert "".join(part["content"] for part in parts) == REPLY
+    assert not any(part["stop"] for part in parts) and all("timings" in part for part in parts)
+    assert last["stop"] and last["content"] == "" and last["timings"]["predicted_n"] == len(REPLY)
+
+
+def test_what_a_server_says_of_itself(call, engine):
+    props = call("GET", "/props").json()
+    assert props["total_slots"] == engine.max_num_seqs
+    assert props["default_generation_settings"]["n_ctx"] == engine.max_model_len
+    engine.running = {"a"}
+    assert [slot["is_processing"] for slot in call("GET", "/slots").json()] == [True, False, False, False]
+
+
+def test_the_prompt_of_a_conversation(call, engine):
+    messages = [{"role": "user", "content": "Hi"}]
+    assert call("POST", "/apply-template", json={"messages": messages}).json() == {"prompt": "<user>Hi<assistant>"}
+    assert error_of(call("POST", "/apply-template", json={"messages": []}), 400)["param"] == "messages"
+    assert not engine.prompts
