@@ -101,16 +101,22 @@ def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -
     running, cache = engine.num_running, engine.cache
     for number, prompt in enumerate(prompts, running):
         request = engine.request(str(number), prompt, endless(new))
-        try:
-            sequence = cache.allocate(len(prompt), request.capacity)
-        except OutOfBlocks as error:
-            raise MemoryError(f"only {number} of {running + len(prompts)} sequences fit") from error
+        while (sequence := _allocated(cache, len(prompt), request.capacity)) is None:
+            if not engine.scheduler.prefix_cache.evict():  # prompts that have ended are kept for others
+                raise MemoryError(f"only {number} of {running + len(prompts)} sequences fit")
         if synthetic:
             engine.runner.collective_rpc(fill_all, [sequence], len(prompt))
             token = prompt[-1]
         else:
             token = int(prefilled(engine.runner, sequence, prompt).argmax())
         engine.resume(request, sequence, token)
+
+
+def _allocated(cache: KVCache, tokens: int, capacity: int) -> CachedSequence | None:
+    """A sequence for a prompt of ``tokens`` that may grow to ``capacity``; None where there is no room."""
+    with suppress(OutOfBlocks):
+        return cache.allocate(tokens, capacity)
+    return None
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------

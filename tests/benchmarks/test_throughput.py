@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from benchmarks.sweeps import throughput, weights
+from benchmarks.sweeps.synthetic import begin
 from benchmarks.sweeps.throughput import fill, fitting, new_tokens
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import size_cache
 from shadowkv.kvcache.presets import preset
@@ -34,6 +36,16 @@ def test_a_batch_is_begun_as_a_whole_or_refused(room, synthetic):
         assert fill(engine, 2, 640, 20, synthetic) > 0
         assert engine.num_running == 2
         assert len(engine.step()) == 2
+
+
+def test_a_batch_takes_the_place_of_prompts_that_have_ended():
+    with tiny_model() as path:
+        engine = Engine(EngineConfig(model=str(path), max_num_seqs=2, max_model_len=1024, max_cached_seqs=0, **ENGINE))
+    engine.add_request("ended", [*range(1, 101)] * 6, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    begin(engine, [[*range(1, 101)] * 5] * 2, 20, synthetic=True)
+    assert len(engine.step()) == 2
 
 
 @pytest.mark.parametrize("warm", [0, 2])
