@@ -105,5 +105,6 @@ class SealedBatch:
     def part(self, rows: slice) -> SealedBatch:
         """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
         assert self.sampling is None and self.span is None
-        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget", "most")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
+        most = None if self.most is None else self.most[rows]
+        return replace(self, most=most, **{name: getattr(self, name)[rows] for name in names})

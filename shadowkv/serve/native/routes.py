@@ -37,7 +37,8 @@ class TemplateRequest(Conversation):
 
 def native_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """``/generate``, ``/completion``, the prompt of a conversation, and what llama.cpp's clients ask of the server."""
-    router = APIRouter(route_class=BodyRoute)
+    # Their owners document them; this server's document has its own API.
+    router = APIRouter(route_class=BodyRoute, include_in_schema=False)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
     documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
     # A NativeRequest has what a Responder reads of a Sampling, and not its parameters beside its own.

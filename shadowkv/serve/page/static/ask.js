@@ -19,8 +19,7 @@ const SOUGHT = 60; // characters that a prompt is searched for
 const NEAR = 60; // pixels below the screen that an answer's end may be, to be followed
 
 let served = null; // { name, policy, compared, chats, limit }
-let stopping = null;
-let turns = [];
+let stopping = null, turns = [];
 
 export function useServer(about) {
   served = about;
