@@ -74,8 +74,9 @@ class Judge:
         if not self.rules[path](body):
             return "a parameter's type or range"
         body = dict(given(body))
-        if path == "/tokenize" and ("prompt" in body) == bool(body.get("messages")):
-            return "neither or both of prompt and messages"
+        texts = "prompt" in body, "content" in body, bool(body.get("messages"))  # content is llama.cpp's name
+        if path == "/tokenize" and sum(texts) != 1:
+            return "not one of prompt, content and messages"
         if path == "/tokenize" and "prompt" in body and "parse_special" in body:
             return "parse_special for a prompt"
         if path == "/cache/save":
@@ -198,7 +199,11 @@ class Judge:
             return None if fine and found["name"] == body["name"] else "not what was saved"
         if path == "/tokenize":
             found = loads(response.content)
-            fine = found["count"] == len(found["tokens"]) and some(integer(0, self.vocab - 1))(found["tokens"])
+            tokens = [
+                token["id"] if body.get("with_pieces") and "content" in dict(given(body)) else token
+                for token in found["tokens"]
+            ]
+            fine = some(integer(0, self.vocab - 1))(tokens) and (found.get("count", len(tokens)) == len(tokens))
             return None if fine else "no tokens"
         events = stream_events(response.text) if body.get("stream") else [loads(response.content)]
         failed = next((event["error"] for event in events if "error" in event), None)

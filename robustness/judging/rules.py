@@ -510,8 +510,11 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
                 **named,
                 **TEMPLATE,
                 "prompt": utf8,
+                "content": utf8,
                 "messages": some(MESSAGE),
                 "add_special_tokens": boolean,
+                "add_special": boolean,
+                "with_pieces": boolean,
                 "parse_special": boolean,
                 "return_token_strs": boolean,
             }

@@ -65,6 +65,14 @@ def test_cells_of_weights():
             weights.batch_and_context(text)
 
 
+def test_parts_of_a_mix():
+    mix = throughput.mix_of("1x1000000,40x61440")
+    assert mix == ((1, 1_000_000), (40, 61_440)) and throughput.mix_name(mix) == "1x1000000,40x61440"
+    for text in ("1x1024", "1x1024,", "0x1024,1x1024", "1x1024,2x64"):
+        with pytest.raises(ArgumentTypeError, match=text):
+            throughput.mix_of(text)
+
+
 TOTAL = 20 * GIB
 
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from pydantic import PrivateAttr, ValidationError
 
 from shadowkv.serve.bodies.api_error import from_validation
-from shadowkv.serve.bodies.body import Body, Name
 from shadowkv.serve.openai.completions import Completions
 from shadowkv.serve.openai.jobs import Job
-from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, Int64
+from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, TextRequest
 
 
 class NativeCompletion(CompletionRequest):
@@ -22,7 +21,7 @@ class NativeCompletion(CompletionRequest):
         return self.max_tokens
 
 
-class NativeRequest(Body):
+class NativeRequest(TextRequest):
     """A body that is converted to a completion.
 
     Attributes:
@@ -31,9 +30,6 @@ class NativeRequest(Body):
 
     names: ClassVar[Mapping[str, str]]
 
-    model: Name | None = None
-    stream: bool = False
-    priority: Int64 = 0
     _completion: CompletionRequest | None = PrivateAttr(None)
 
     @property

@@ -104,7 +104,7 @@ class LlamaCompletions(NativeCompletions):
     """The endpoint."""
 
     url = "/completion"
-    request_type = LlamaRequest  # type: ignore[assignment]
+    request_type = LlamaRequest
     id_prefix = "cmpl-"
     names = NAMES
 

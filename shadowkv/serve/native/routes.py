@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -25,7 +25,6 @@ from shadowkv.serve.text.tokenization import check_length, in_turn, tokenize_lim
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
-    from shadowkv.serve.openai.protocol import Sampling
 
 
 class TemplateRequest(Conversation):
@@ -41,15 +40,14 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     router = APIRouter(route_class=BodyRoute, include_in_schema=False)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
     documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
-    # A NativeRequest has what a Responder reads of a Sampling, and not its parameters beside its own.
 
     @router.post(Generate.url, response_model=None, responses=documented)
     async def post_generate(body: GenerateRequest, request: Request) -> Response:
-        return await respond(generate, cast("Sampling", body), request)
+        return await respond(generate, body, request)
 
     @router.post(LlamaCompletions.url, response_model=None, responses=documented)
     async def post_completion(body: LlamaRequest, request: Request) -> Response:
-        return await respond(complete, cast("Sampling", body), request)
+        return await respond(complete, body, request)
 
     @router.post("/apply-template", response_model=None, responses=responses(None, *FOR_EVERY_BODY))
     async def post_apply_template(body: TemplateRequest, request: Request) -> Response:

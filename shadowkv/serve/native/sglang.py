@@ -74,7 +74,7 @@ class Generate(NativeCompletions):
     """The endpoint."""
 
     url = "/generate"
-    request_type = GenerateRequest  # type: ignore[assignment]
+    request_type = GenerateRequest
     id_prefix = ""
     names = NAMES
 

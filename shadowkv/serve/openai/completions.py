@@ -22,7 +22,7 @@ from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from shadowkv.serve.openai.messages import Turns
-from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, TextRequest
 from shadowkv.serve.text.tokenization import encode, too_long
 from shadowkv.serve.text.tool_parser import CallPart
 
@@ -132,7 +132,7 @@ class Completions(Choices):
     """Text in, text out."""
 
     url = "/v1/completions"
-    request_type = CompletionRequest
+    request_type: ClassVar[type[TextRequest]] = CompletionRequest
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 

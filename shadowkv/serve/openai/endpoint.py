@@ -24,7 +24,7 @@ from shadowkv.serve.http.replies import Events, EventStream, encode_json, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.jobs import Job
-from shadowkv.serve.openai.protocol import GenerationRequest, Sampling
+from shadowkv.serve.openai.protocol import GenerationRequest, TextRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 from shadowkv.serve.text.tool_parser import ToolParser
@@ -47,7 +47,7 @@ class Endpoint(ABC):
     """
 
     url: ClassVar[str]
-    request_type: ClassVar[type[Sampling]]
+    request_type: ClassVar[type[TextRequest]]
     id_prefix: ClassVar[str]
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -116,7 +116,7 @@ class Responder:
     settings: ServerSettings
     metrics: Metrics
 
-    async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
+    async def __call__(self, endpoint: Endpoint, body: TextRequest, request: Request) -> Response:
         """The answer, whole or as a stream, or the error."""
 
         async def answer() -> Response:
@@ -128,7 +128,7 @@ class Responder:
 
         return await reply(request, answer)
 
-    async def job(self, endpoint: Endpoint, body: Sampling) -> Job:
+    async def job(self, endpoint: Endpoint, body: TextRequest) -> Job:
         """The request's job, not yet started; raises what ``prepare`` does."""
         seconds = self.settings.request_timeout
         name = body.model or self.served_name
@@ -148,7 +148,7 @@ def check_model(requested: str | None, model: str) -> None:
 
 
 async def prepare(
-    engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str, deadline: float | None = None
+    engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None = None
 ) -> Job:
     """The request's job, not yet started; raises ApiError, and DeadlineExceeded where its schema takes longer than
     until ``deadline``, in seconds of ``time.monotonic``."""
@@ -161,7 +161,9 @@ async def prepare(
     return job
 
 
-async def _prepare(engine: EngineClient, endpoint: Endpoint, body: Sampling, model: str, deadline: float | None) -> Job:
+async def _prepare(
+    engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None
+) -> Job:
     request = endpoint.request(body)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")

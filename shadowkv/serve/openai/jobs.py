@@ -16,7 +16,7 @@ from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.openai.logprobs import scored_prompt, width
-from shadowkv.serve.openai.protocol import GenerationRequest, KVTransferParams, Sampling
+from shadowkv.serve.openai.protocol import GenerationRequest, KVTransferParams, TextRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tool_parser import CallPart, ToolParser
 
@@ -68,7 +68,7 @@ class Job:
     tokenizer: Tokenizer
     id: str
     request: GenerationRequest
-    body: Sampling
+    body: TextRequest
     model: str
     choices: list[ClientRequest]
     reasoning: list[ReasoningParser | None]

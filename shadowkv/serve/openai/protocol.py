@@ -189,10 +189,17 @@ ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 Stops = Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_type=StopString | StopStrings)]
 
 
-class Sampling(Body):
-    """What all requests for text have in common."""
+class TextRequest(Body):
+    """What says how a request for text is answered, in every API."""
 
     model: Name | None = None
+    priority: Int64 = 0
+    stream: bool = False
+
+
+class Sampling(TextRequest):
+    """What all requests for text of OpenAI's and Anthropic's APIs have in common."""
+
     min_tokens: int = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -207,8 +214,6 @@ class Sampling(Body):
     seed: Int64 | None = None
     cache_prompt: bool = SamplingParams.cache_prompt
     cache_salt: Salt | None = None
-    priority: Int64 = 0
-    stream: bool = False
 
 
 class GenerationRequest(Sampling):
