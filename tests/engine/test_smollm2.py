@@ -57,7 +57,7 @@ def all_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
     with torch.inference_mode():
         hidden = loaded.model.embed(torch.tensor(tokens))
         for layer in session.runner.layers:
-            hidden = torch.add(*layer(hidden, None, session.cache, batch.block(0, len(tokens))))
+            hidden = torch.add(*layer.start(hidden, None, session.cache, batch.block(0, len(tokens)))())
         return loaded.model.logits(hidden)
 
 

@@ -10,7 +10,6 @@ import torch
 from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 from test_exactness import EVERYTHING
 
-from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -55,12 +54,12 @@ def test_they_join_prompts_that_are_in_the_pass_of_a_step() -> None:
     old, new = (Stream(seed, cache.allocate(100, 200)) for seed in range(2))
     prefill(cache, [(old, 100)])
     plan, prompts = cache.plan_decode([old.sequence]), cache.prefill_batch([(new.sequence, 70)])
-    batch = MixedBatch(cache.decode_batch(plan), prompts.block(0, 70))
+    batch = cache.decode_batch(plan).with_parts_of(prompts.block(0, 70))
     outs = []
     for layer in range(2):
         q, k, v = (torch.cat((getattr(old, x)[layer, 100:101], getattr(new, x)[layer, :70])) for x in ("q", "k", "v"))
         cache.append(layer, k, v, batch)
-        outs.append(cache.attend(layer, q, batch, driver.SINKS))
+        outs.append(cache.start(layer, q, batch, driver.SINKS)())
         cache.finish_prefill(layer, prompts)
     old.length, new.length = 101, 70
     got = torch.stack(outs, 1)

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.engine.execution.forward import Flow, forward
+from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.cache import FanOut, KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.mixed_batch import MixedBatch
-from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.prefill.batch import PrefillBatch
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
@@ -24,14 +23,24 @@ BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that go through a layer together; a prefill can be paused between blocks."""
 
 
-def pieces(layers: int, tokens: int, device: torch.device, scored: bool) -> int:
+class Step(NamedTuple):
+    """A decode step beside prompts: its batch, what is due before it has been sealed, and its tokens int64 [B]."""
+
+    batch: Batch
+    ids: Tensor
+
+
+def pieces(layers: int, tokens: int, device: torch.device) -> int:
     """Number of pieces of a prefill of ``tokens`` tokens, between which it may be paused."""
-    blocks = -(-tokens // BLOCK_TOKENS[device.type])
-    return layers * blocks if scored else (layers - 1) * blocks + 1
+    return layers * -(-tokens // BLOCK_TOKENS[device.type])
 
 
 def prefill(
-    model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False
+    model: Decoder,
+    cache: KVCache | FanOut,
+    work: list[tuple[Any, list[int]]],
+    scored: bool = False,
+    step: Step | None = None,
 ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
     """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last and, for ``scored``
     ones, the final hidden states [tokens, D] of each one.
@@ -44,110 +53,49 @@ def prefill(
 
     Args:
         work: sequences of the cache, or tuples of one per cache where there are several, and their new tokens.
+        step: of other sequences, in the same pass: weights are read once, and those who decode wait for one pass
+            instead of two. The new tokens are then at most a block, and nothing is scored. Logits [B + n, V].
     """
-    batch, ids, last = _packed(cache, work)
-    size, layers = BLOCK_TOKENS[cache.device.type], cast("list[DecoderLayer]", list(model.layers))
+    batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
+    tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
+    ids = upload(torch.from_numpy(tokens), cache.device)
+    stream: Tensor | None = None
+    if batch.num_tokens <= BLOCK_TOKENS[cache.device.type]:
+        flows = [_one_block(model, batch, ids, scored, step)]
+    else:
+        stream = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
+        flows = _in_blocks(model, batch, ids, stream, scored)
     try:
-        if batch.num_tokens <= size:
-            block = batch.block(0, batch.num_tokens)
-            hidden = yield from _in_one_block(model.embed(ids), layers, cache, batch, block, None if scored else last)
-        else:
-            x = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
-            for part, part_ids in zip(x.split(size), ids.split(size), strict=True):
-                part.copy_(model.embed(part_ids))
-            hidden = yield from _in_blocks(x, layers, cache, batch, scored)
+        yield from forward(cast("list[DecoderLayer]", list(model.layers)), cache, flows, batch)
     finally:
         cache.leave_prefill()
     cache.end_prefill(batch)
     if not scored:
-        return model.logits(hidden), []
-    return model.logits(hidden[last]), [hidden[block.start : block.stop] for block in batch.new]
+        hidden = flows[0].x if stream is None else torch.cat([flow.x for flow in flows])
+        return model.logits(hidden, flows[0].added), []
+    states = flows[0].sum if stream is None else stream
+    logits = model.logits(states[batch.starts[1:].long() - 1])
+    return logits, [states[new.start : new.stop] for new in batch.new]
 
 
-def mixed_pass(
-    model: Decoder, cache: KVCache, step: DecodeBatch, step_ids: Tensor, work: list[tuple[CachedSequence, list[int]]]
-) -> Tensor:
-    """Computes new tokens of admitted sequences, at most a block, in one pass with a decode step of others: weights are
-    read once, and those who decode wait for one pass instead of two.
-
-    Args:
-        step: the decode step; what is due before it has been sealed.
-        step_ids: int64 [B], its tokens.
-        work: as of ``prefill``.
-
-    Returns:
-        float32 logits [B + n, V]: the step's, and those of each new sequence's last token.
-    """
-    batch, ids, last = _packed(cache, work)
-    layers, count = cast("list[DecoderLayer]", list(model.layers)), len(step_ids)
-    rows = torch.cat((torch.arange(count, device=cache.device), last + count))
-    try:
-        block = MixedBatch(step, batch.block(0, batch.num_tokens))
-        passing = _in_one_block(model.embed(torch.cat((step_ids, ids))), layers, cache, batch, block, rows)
-        try:
-            while True:
-                next(passing)
-        except StopIteration as end:
-            hidden: Tensor = end.value
-    finally:
-        cache.leave_prefill()
-    cache.end_prefill(batch)
-    return model.logits(hidden)
+def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, step: Step | None) -> Flow:
+    """All of a batch's tokens ``ids`` int64 [T], behind those of a step."""
+    block, last = batch.block(0, batch.num_tokens), batch.starts[1:].long() - 1
+    if step is not None:
+        count = len(step.ids)
+        block, ids = step.batch.with_parts_of(block), torch.cat((step.ids, ids))
+        last = torch.cat((torch.arange(count, device=ids.device), last + count))
+    return Flow(model.embed(ids), block, None if scored else block.where_needed(last))
 
 
-def _packed(cache: KVCache | FanOut, work: list[tuple[Any, list[int]]]) -> tuple[PrefillBatch, Tensor, Tensor]:
-    """The batch of new tokens, their ids int64 [T], and each sequence's last row int64 [n]."""
-    batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
-    tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
-    return batch, upload(torch.from_numpy(tokens), cache.device), batch.starts[1:].long() - 1
-
-
-def _in_one_block(
-    x: Tensor,
-    layers: list[DecoderLayer],
-    cache: Any,
-    batch: PrefillBatch,
-    block: PrefillBlock | MixedBatch,
-    rows: Tensor | None,
-) -> Generator[None, None, Tensor]:
-    """Takes the residual stream [T, D] of ``block``, which has all of ``batch``, through all layers, and returns it
-    with what the last one adds: for the rows ``rows`` int64 [n] only, if these are given."""
-    added: Tensor | None = None
-    for number, layer in enumerate(layers):
-        x, added = layer(x, added, cache, block, rows if number + 1 == len(layers) else None)
-        yield
-        cache.finish_prefill(number, batch)
-    return x if added is None else x + added
-
-
-def _in_blocks(
-    x: Tensor, layers: list[DecoderLayer], cache: Any, batch: PrefillBatch, scored: bool
-) -> Generator[None, None, Tensor]:
-    """The same, block by block and in place: of a long prompt nothing but its residual stream, keys and values is kept.
-    Only each sequence's last row is returned if they are not ``scored``.
-
-    A block is normalised twice, for its keys and values and for its queries: normalised states of all blocks, or what
-    their last layer adds, would take as much memory as the stream.
-    """
-    size, tokens = BLOCK_TOKENS[cache.device.type], batch.num_tokens
-    blocks, parts = [batch.block(at, min(at + size, tokens)) for at in range(0, tokens, size)], x.split(size)
-    for number, layer in enumerate(layers):
-        for part, block in zip(parts, blocks, strict=True):
-            layer.append(layer.normalise(part, None)[1], cache, block)
-        if number + 1 == len(layers) and not scored:
-            newest = batch.newest()
-            hidden = torch.cat([_attended(layer, x[block.start : block.stop], cache, block)[-1:] for block in newest])
-            yield
-            cache.finish_prefill(number, batch)
-            return hidden
-        for part, block in zip(parts, blocks, strict=True):
-            _attended(layer, part, cache, block, out=part)
-            yield
-        cache.finish_prefill(number, batch)
-    return x
-
-
-def _attended(layer: DecoderLayer, x: Tensor, cache: Any, block: PrefillBlock, out: Tensor | None = None) -> Tensor:
-    """The residual stream [n, D] of a block behind a layer whose keys and values are all in the cache."""
-    normed = layer.normalise(x, None)[1]
-    return torch.add(*layer.attend(x, normed, cache, block), out=out)
+def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
+    """A batch's tokens block by block and in place, in ``stream`` [T, D]: of a long prompt nothing but that, keys and
+    values is kept."""
+    size, tokens = BLOCK_TOKENS[ids.device.type], batch.num_tokens
+    flows = []
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        part = stream[start:stop].copy_(model.embed(ids[start:stop]))
+        last = None if scored else batch.ends(start, stop)
+        flows.append(Flow(part, batch.block(start, stop), last, in_place=True))
+    return flows

@@ -126,6 +126,11 @@ class DriverRunner(Runner):
         with self._ranks.together():
             super().prepare(plan)
 
+    def prepare_mixed(self, sequence: CachedSequence, tokens: int, rows: int, batch: int) -> None:
+        self._ranks.send("prepare_mixed", self._of.numbers([sequence])[0], tokens, rows, batch)
+        with self._ranks.together():
+            super().prepare_mixed(sequence, tokens, rows, batch)
+
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
         self._ranks.send("prompt_logprobs", hidden.shape, tokens)
         with self._ranks.together():

@@ -77,6 +77,9 @@ class Worker:
         assert plan is not None, "the ranks have captured different graphs"
         self.runner.prepare(plan)
 
+    def prepare_mixed(self, number: int, tokens: int, rows: int, batch: int) -> None:
+        self.runner.prepare_mixed(self.sequences[number], tokens, rows, batch)
+
     def prompt_logprobs(self, shape: tuple[int, ...], tokens: list[int]) -> None:
         model = self.runner.model
         hidden = torch.empty(shape, dtype=model.dtype, device=model.device)
