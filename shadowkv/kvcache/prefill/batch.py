@@ -169,7 +169,7 @@ class GroupPrefill:
             last: tuple[object, ...] | None = None
             for run in block.runs:
                 this = shared(self, run)
-                if this is not None and this == last:
+                if this is not None and this == last and groups[-1][-1].stop == run.start:
                     groups[-1] += (run,)
                 else:
                     groups.append((run,))
