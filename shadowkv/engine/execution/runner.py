@@ -103,18 +103,15 @@ class Runner:
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D]; the first token has none."""
+        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D], those of rank 0 on every rank; the
+        first token has none."""
+        self.model.group.copy_first(hidden)
         logprobs: list[TokenLogprobs | None] = [None]
         for start in range(0, len(tokens) - 1, SCORED_TOKENS):
             following = tokens[start + 1 : start + 1 + SCORED_TOKENS]
             logits = self.model.logits(hidden[start : start + len(following)])
             logprobs += logprobs_of(logits, following, [count] * len(following))
         return logprobs
-
-    def share_chosen(self, sources: list[int] | None) -> None:
-        """Gives every rank rank 0's ``chosen``, where a step takes tokens from it."""
-        if sources is not None and any(source >= 0 for source in sources):
-            self.model.group.copy_first(self.chosen)
 
     def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
         """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
@@ -139,6 +136,8 @@ class Runner:
         a CUDA graph for new prompts that stay exact. If it raises, those sequences can only be released, and the step
         can run without them.
         """
+        if sources is not None and any(source >= 0 for source in sources):
+            self.model.group.copy_first(self.chosen)  # only rank 0 chooses
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
         if self.graphs is not None and record is None:
