@@ -195,7 +195,7 @@ class Prefill:
         if sparse is None:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:sealed], v[:sealed])
-        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop)
+        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop, sinks)
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, run: Run, window: int, sinks: Tensor | None
