@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.execution.cuda_graphs import MOST_GRAPHS
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current

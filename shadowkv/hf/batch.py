@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.kvcache.batch import Batch as Parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops

@@ -14,7 +14,7 @@ from test_run_ahead import answers
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.scheduling.prefill_queue import LONG_SHARE
 
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

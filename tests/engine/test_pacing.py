@@ -9,7 +9,7 @@ import torch
 from test_faults import Graph, with_graphs
 
 from shadowkv import SamplingParams
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import kinds
 from shadowkv.engine.scheduling import pacing
 from shadowkv.engine.scheduling.pacing import RECENT_TOKENS, Mark, Pace, Stopwatch

@@ -13,7 +13,7 @@ from session import Session
 from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.running.caches import prefill_all
 from shadowkv.kvcache.presets import preset

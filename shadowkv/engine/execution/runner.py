@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs, PromptInputs
-from shadowkv.engine.execution.forward import Flow, forward, run_through
+from shadowkv.engine.execution.forward import Flow, Step, forward, pieces, prefill, run_through
 from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.engine.execution.prefill import Step, pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.kvcache.cache import KVCache

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shadowkv.engine.execution.prefill import pieces
-from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
+from shadowkv.engine.execution.forward import pieces
+from shadowkv.engine.execution.forward import prefill as steps_of_prefill
 from shadowkv.engine.startup.loading import give_ops
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import FanOut, KVCache
