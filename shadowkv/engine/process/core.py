@@ -25,7 +25,7 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
-from shadowkv.engine.warmup import SERVER_SECONDS, warm_up
+from shadowkv.engine.warmup import SERVER_SECONDS, GraphGrid, warm_up
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.known import advice
 from shadowkv.prefix_cache.named.saves import Saves
