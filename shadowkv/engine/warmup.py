@@ -128,8 +128,11 @@ class GraphGrid:
         graphs, cache, runner = self.engine.runner.graphs, self.engine.cache, self.engine.runner
         if graphs is None:
             return
+        # The largest pass first: all graphs use its memory.
+        *others, largest = graphs.mixed_shapes()
+        shapes = [largest, *((0, batch) for batch in self._batches), *reversed(others)]
         for tokens in _lengths(self.engine):
-            for rows, batch in [*((0, batch) for batch in self._batches), *graphs.mixed_shapes()]:
+            for rows, batch in shapes:
                 full = len(graphs.graphs) >= MOST_GRAPHS // 2
                 room = cache.demand(tokens, tokens + 1).within(cache.free)
                 if full or not room or self._free - free_bytes(self.engine.device) > GRID_BYTES:

@@ -62,7 +62,7 @@ def test_steps_of_short_sequences_have_graphs_from_the_start(graphed: Any, make:
     engine = graphed(kv=kv, max_num_seqs=6, kv_dense_below="auto")
     capture_grid(engine)
     assert engine.cache.free == engine.cache.total
-    assert [key[0] for key in keys(engine)[:6]] == [6, 5, 4, 3, 2, 1], "the largest first: others use its memory"
+    assert [key[0] for key in keys(engine)[:7]] == [2048, 6, 5, 4, 3, 2, 1], "the largest first: others use its memory"
     captures = engine.runner.graphs.captures
     lengths = [5, 300, 900, 70, 64, 1500]
     assert answer(engine, lengths) == answer(make(kv=kv, max_num_seqs=6, kv_dense_below="auto"), lengths)
