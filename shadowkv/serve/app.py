@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.launch import EngineProcess
 
+LOCALHOST = "localhost"
+"""Among the allowed origins: pages of this machine, as in llama.cpp."""
+
+LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
+
 ENGINE_SECONDS = 5.0
 """How long a stop waits for the current step."""
 
@@ -126,6 +131,7 @@ def add_middleware(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
+            allow_origin_regex=LOCAL_PAGES if LOCALHOST in settings.allowed_origins else None,
             allow_credentials=settings.allow_credentials,
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,

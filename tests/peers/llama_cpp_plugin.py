@@ -17,6 +17,9 @@ SERVERS = Servers()
 STORIES = frozenset(("(going|bed)+", "(Suddenly)+", "(princesses|everyone|kids|Anna|forest)+", "^ blue"))
 """What the tests' model, which was trained on stories for children, writes: of another model any text will do."""
 
+CREDENTIALS = "--allow-credentials"
+METHODS = ("GET", "POST", "DELETE", "OPTIONS")
+"""Those that llama.cpp allows pages of other origins."""
 
 NAMES = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1", "davinci-002", "codellama70b", "test")
 """Models that tests ask for: llama.cpp answers for any."""
@@ -33,10 +36,14 @@ def _flags(server: Any) -> tuple[str, ...]:
         "--seed": server.seed,
         "--override-generation-config": f'{{"temperature": {server.temperature}}}',
         "--chat-template": server.chat_template_file,
-        "--allowed-origins": server.cors_origins,
     }
     given = (part for flag, value in values.items() if value for part in (flag, str(value)))
-    return (*given, "--served-model-name", *(server.model_alias or MODEL).split(","), *NAMES)
+    names = (server.model_alias or MODEL).split(",")
+    # Pages of any origin may ask llama.cpp, with credentials.
+    cors = (
+        ("--allowed-origins", server.cors_origins) if server.cors_origins else ("--allowed-origins", "*", CREDENTIALS)
+    )
+    return (*given, *cors, "--allowed-methods", *METHODS, "--served-model-name", *names, *NAMES)
 
 
 def _start(server: Any, timeout_seconds: float = 0) -> None:

@@ -249,7 +249,11 @@ class ServerSettings:
                 "that requests may name, '*': any (default: this machine's own names where there "
                 "are no keys and --host is one of them, else any)",
             ),
-            ("--allowed-origins", "ORIGIN", "whose pages may ask, '*': all (CORS; default: none)"),
+            (
+                "--allowed-origins",
+                "ORIGIN",
+                "whose pages may ask, '*': all, 'localhost': this machine's on any port (CORS; default: none)",
+            ),
             ("--allowed-methods", "METHOD", "that they may use (default: all)"),
             ("--allowed-headers", "HEADER", "that they may send (default: all)"),
         ):

@@ -10,7 +10,6 @@ from pydantic import PrivateAttr, ValidationError
 
 from shadowkv.serve.bodies.api_error import from_validation
 from shadowkv.serve.openai.completions import Completions
-from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, TextRequest
 
 
@@ -58,10 +57,3 @@ class NativeCompletions(Completions):
 
     def new_id(self, body: NativeRequest, request_id: str | None) -> str:
         return super().new_id(body.completion, request_id)
-
-
-def seconds_of(job: Job, index: int) -> tuple[float, float]:
-    """How long a choice's prompt took, from when work on it began, and its tokens after the first."""
-    times = job.last_outputs[index].times
-    first = times.first_token or times.arrival
-    return first - (times.scheduled or times.arrival), (times.last_token or first) - first

@@ -112,7 +112,7 @@ def _packed(ids: list[int]) -> Tokens:
     return array("i", ids)
 
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(Body):
@@ -174,8 +174,10 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 class KVTransferParams(Body):
     """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
-    snapshots. Fields of vLLM's connectors are dropped unread."""
+    snapshots; and the token ids of a chat's prompt, which another server has made of its messages. Fields of vLLM's
+    connectors are dropped unread."""
 
+    prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     remote_snapshots: list[SnapshotName] = Field(default=[], max_length=MAX_SNAPSHOTS, fail_fast=True)
@@ -236,6 +238,7 @@ class GenerationRequest(Sampling):
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
     return_progress: bool = SamplingParams.return_progress
+    timings_per_token: bool = False
     kv_transfer_params: KVTransferParams | None = None
     request_id: Name | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)
@@ -430,6 +433,10 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
+        if self.remote_prompt is not None and not self.remote_prompt:
+            raise refusal(
+                "kv_transfer_params.prompt_token_ids", "kv_transfer_params.prompt_token_ids must not be empty"
+            )
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -448,6 +455,10 @@ class ChatRequest(GenerationRequest, Conversation):
                 "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
             )
         return self
+
+    @property
+    def remote_prompt(self) -> Tokens | None:
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def echoed(self) -> str:

@@ -22,13 +22,21 @@ from shadowkv.serve.http.routing import (
     responses,
 )
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
+from shadowkv.serve.openai.answers import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    InputTokens,
+    Tokenized,
+    TokenizerInfo,
+)
+from shadowkv.serve.openai.chats import count_tokens
 from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.logprobs import token_text
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
-from shadowkv.serve.text.tokenization import check_length, encode, in_turn, tokenize_limit
+from shadowkv.serve.text.tokenization import check_length, check_tokens, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -57,7 +65,8 @@ class Invocation(Body):
 
 
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/v1/completions``, ``/v1/chat/completions``, batches of these, and either at ``/invocations``."""
+    """``/v1/completions``, ``/v1/chat/completions``, batches of these and counts of their tokens, and either at
+    ``/invocations``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
     chat_batches = ChatBatches(engine.tokenizer, settings)
@@ -79,6 +88,14 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     @router.post(ChatBatches.url, response_model=None, responses=responses(ChatCompletion, *FOR_EVERY_TEXT))
     async def post_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
         return await respond(chat_batches, body, request)
+
+    @router.post(
+        f"{ChatCompletions.url}/input_tokens", response_model=None, responses=responses(InputTokens, *FOR_EVERY_BODY)
+    )
+    async def post_input_tokens(body: ChatRequest, request: Request) -> Response:
+        check_model(body.model, respond.served_name)
+        settings.check_trust(body.chat_template)
+        return await count_tokens(chats, body, tokenize_limit(engine.max_model_len), request)
 
     @router.post("/invocations", response_model=None, responses=responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_invocations(body: Invocation, request: Request) -> Response:
@@ -133,10 +150,7 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
     def detokenize(tokens: Tokens) -> Response:
-        vocab = tokenizer.vocab_size
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < vocab:
-                raise ApiError(f"token id {token} is not in this model's vocabulary of {vocab}", param="tokens")
+        check_tokens(tokenizer, tokens, "tokens")
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         return JSONResponse({"prompt": text, "content": text})
 

@@ -53,13 +53,15 @@ class ResponseOutput:
                     yield self._of_response("in_progress")
                 if piece.prompt_progress is not None:  # as llama.cpp has it
                     yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
+                    continue
+                timings = {"timings": self._job.timings_of(0)} if self._job.request.timings_per_token else {}
                 for event in self._read(piece):
-                    yield event
+                    yield {**event, **timings} if event["type"].endswith(".delta") else event
                 if piece.finish_reason is not None:
                     for event in self._end(piece.finish_reason):
                         if event["type"] in ENDS and self._keep is not None:
                             await self._keep(self.answer)  # before the client knows of it and refers to it
-                        yield event
+                        yield {**event, **timings} if event["type"] in ENDS else event
 
     def failure(self, error: ApiError) -> Event:
         """The event that ends a stream that has failed."""
