@@ -15,8 +15,19 @@ from typing import Any
 
 import httpx
 
+from robustness.judging.native import (
+    APPLY_TEMPLATE,
+    ASKS,
+    GENERATE,
+    KINDS,
+    LLAMA,
+    as_completion,
+    ill_formed_native,
+    native_rules,
+)
 from robustness.judging.rules import (
     CHAT_BATCH,
+    COUNT_CHAT,
     INVOCATIONS,
     OTHER_NAMES,
     Rule,
@@ -24,6 +35,8 @@ from robustness.judging.rules import (
     integer,
     loads,
     route_rules,
+    sampling_rules,
+    shared_rules,
     some,
     text,
 )
@@ -55,7 +68,8 @@ class Judge:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """By route, what a body has to be, parameter by parameter."""
-        return route_rules(self.model, self.vocab)
+        sampling = sampling_rules(shared_rules(self.model, self.vocab), self.vocab)
+        return {**route_rules(self.model, self.vocab), **native_rules(sampling, self.vocab)}
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -79,6 +93,10 @@ class Judge:
             return "not one of prompt, content and messages"
         if path == "/tokenize" and "prompt" in body and "parse_special" in body:
             return "parse_special for a prompt"
+        if path == GENERATE and ("text" in body) == ("input_ids" in body):
+            return "neither or both of text and input_ids"
+        if path in ASKS:
+            return self._contradiction(as_completion(path, body), chat=False)
         if path == "/cache/save":
             return self._unsavable(body)
         if path == CHAT_BATCH:
@@ -177,20 +195,26 @@ class Judge:
             if response.status_code == 200:
                 return self._answer(path, None if path == FILES else loads(raw), response)
             error = loads(response.content)["error"]
-            counts = {"n_prompt_tokens", "n_ctx"} if error.get("code") == "context_length_exceeded" else {}
-            if {*error} - {*counts} != {"message", "type", "param", "code"} or not error["message"]:
+            counts = {"n_prompt_tokens", "n_ctx"} if _is_too_long(error) else set[str]()
+            if {*error} - counts != {"message", "type", "param", "code"} or not error["message"]:
                 return "an error of another shape"
+            if path in LLAMA and (error["code"] != response.status_code or error["type"] not in KINDS):
+                return "an error that is not llama.cpp's"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
         if response.status_code >= 500:
-            full = response.status_code == 503 and error["code"] == "queue_full" and "retry-after" in response.headers
+            full = response.status_code == 503 and "retry-after" in response.headers
             return None if full else f"{response.status_code}: {error['message']}"
-        return None if error["type"] == "invalid_request_error" else "an error of another type"
+        return None if path in LLAMA or error["type"] == "invalid_request_error" else "an error of another type"
 
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
         path = _route(path, body)
         if path == FILES:
             return None if loads(response.content)["id"].startswith("file-") else "no file"
+        if path == COUNT_CHAT:
+            return None if integer(1)(loads(response.content)["input_tokens"]) else "no count"
+        if path in (*ASKS, APPLY_TEMPLATE):
+            return ill_formed_native(path, body, response)
         if path == "/detokenize":
             return None if text(loads(response.content)["prompt"]) else "no text"
         if path.startswith("/cache/"):
@@ -232,6 +256,10 @@ class Judge:
                 if end == ["stop"] and not body.get("echo"):
                     loads(said[index].encode())  # raises if it cannot be read
         return None
+
+
+def _is_too_long(error: dict[str, Any]) -> bool:
+    return error.get("code") == "context_length_exceeded" or error["type"] == "exceed_context_size_error"
 
 
 def _route(path: str, body: Any) -> str:

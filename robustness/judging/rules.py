@@ -291,8 +291,10 @@ def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "echo": boolean,
         "return_selections": boolean,
         "return_progress": boolean,
+        "timings_per_token": boolean,
         "kv_transfer_params": fields(
             {
+                "prompt_token_ids": some(token),
                 "do_remote_decode": boolean,
                 "do_remote_prefill": boolean,
                 "remote_snapshots": some(snapshot_name, most=4096),
@@ -382,6 +384,7 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "store": boolean,
             "background": boolean,
             "return_progress": boolean,
+            "timings_per_token": boolean,
             "max_tool_calls": integer(1),
             "top_logprobs": integer(0, 20),
             "safety_identifier": short(256),
@@ -457,6 +460,11 @@ def message_requests(value: Any) -> bool:
 
 
 CHAT_BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+COUNT_CHAT = "/v1/chat/completions/input_tokens"
+
+
+OF_COUNTS = {"model", "messages", *TEMPLATE}
+"""What of a chat its number of tokens depends on."""
 
 
 def route_rules(model: str, vocab: int) -> dict[str, Rule]:
@@ -484,6 +492,15 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         "/v1/chat/completions": fields(chat, "messages"),
         CHAT_BATCH: fields({**chat, **whole, "messages": some(some(MESSAGE, 1), 1, 2048)}, "messages"),
         INVOCATIONS: anything,  # the judge knows which of the two it is
+        COUNT_CHAT: fields(
+            {
+                **named,
+                **TEMPLATE,
+                "messages": chat["messages"],
+                **{name: anything for name in chat if name not in OF_COUNTS},
+            },
+            "messages",
+        ),
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
         "/v1/messages/count_tokens": fields(
