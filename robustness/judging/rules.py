@@ -484,6 +484,7 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         "logprobs": boolean,
         "top_logprobs": integer(0, 20),
         "include_reasoning": boolean,
+        "verbose": boolean,
         "verbosity": one_of("medium"),
     }
     whole = {"n": integer(1, 1), "stream": lambda value: value is False, "tools": lambda value: value == []}

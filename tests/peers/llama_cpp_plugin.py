@@ -17,7 +17,6 @@ SERVERS = Servers()
 STORIES = frozenset(("(going|bed)+", "(Suddenly)+", "(princesses|everyone|kids|Anna|forest)+", "^ blue"))
 """What the tests' model, which was trained on stories for children, writes: of another model any text will do."""
 
-CREDENTIALS = "--allow-credentials"
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 """Those that llama.cpp allows pages of other origins."""
 
@@ -39,15 +38,25 @@ def _flags(server: Any) -> tuple[str, ...]:
     }
     given = (part for flag, value in values.items() if value for part in (flag, str(value)))
     names = (server.model_alias or MODEL).split(",")
-    # Pages of any origin may ask llama.cpp, with credentials.
-    cors = (
-        ("--allowed-origins", server.cors_origins) if server.cors_origins else ("--allowed-origins", "*", CREDENTIALS)
-    )
-    return (*given, *cors, "--allowed-methods", *METHODS, "--served-model-name", *names, *NAMES)
+    ui = ("--no-ui",) if server.no_ui else ()
+    # By default pages of any origin may ask llama.cpp, with credentials.
+    origins = (server.cors_origins,) if server.cors_origins else ("*", "--allow-credentials")
+    cors = ("--allowed-origins", *origins, "--allowed-methods", *METHODS)
+    return (*given, *ui, *cors, "--served-model-name", *names, *NAMES)
 
 
 def _start(server: Any, timeout_seconds: float = 0) -> None:
     server.server_port = SERVERS.get(_flags(server)).port
+
+
+def _verbosely(ask: Any) -> Any:
+    """llama.cpp's ``--verbose`` is a parameter of requests here."""
+
+    def request(server: Any, method: str, path: str, data: Any = None, *others: Any, **options: Any) -> Any:
+        data = {**data, "verbose": True} if data and server.debug else data
+        return ask(server, method, path, data, *others, **options)
+
+    return request
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,6 +67,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
     matches = utils.match_regex
     utils.match_regex = lambda regex, text: bool(text) and (regex in STORIES or matches(regex, text))
+    utils.ServerProcess.make_request = _verbosely(utils.ServerProcess.make_request)
     utils.ServerProcess.start = _start
     utils.ServerProcess.stop = lambda server: None
     utils.ServerPreset.load_all = lambda: None

@@ -32,6 +32,7 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("POST", "/v1/completions", {"prompt": "Hi", "max_tokens": 2}, answers.Completion),
     ("POST", "/v1/chat/completions", CHAT, answers.ChatCompletion),
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+    ("POST", "/v1/chat/completions", {**CHAT, "verbose": True}, answers.ChatCompletion),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, Response),
     ("POST", "/v1/messages", {**CHAT, "max_tokens": 3}, MessagesAnswer),
     ("POST", "/v1/messages/count_tokens", CHAT, TokenCount),

@@ -195,3 +195,18 @@ def test_pages_of_this_machine_may_be_allowed(engine, origin, is_local):
 )
 def test_the_code_of_a_refusal_says_what_is_wrong(post, body, code):
     assert error_of(post("chat", **body), 400)["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_verbose_answer_has_the_prompt(post, stream):
+    answer = post("chat", verbose=True, stream=stream)
+    assert (events(answer)[0] if stream else answer.json())["__verbose"] == {"prompt": "<user>Hi<assistant>"}
+    assert "__verbose" not in post("chat").json()
+
+
+def test_a_server_without_a_page(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(ui=False, api_key=("k",)))) as url:
+        assert httpx.get(url).status_code == 401
+        for path in ("/", "/page/stats", "/page.js"):
+            assert httpx.get(f"{url}{path}", headers={"Authorization": "Bearer k"}).status_code == 404
+        assert httpx.get(f"{url}/health").is_success

@@ -223,11 +223,18 @@ class ChatChoice(Ended):
     selections: Selections = Field([])
 
 
+class Verbose(Answer):
+    """The prompt as the model reads it."""
+
+    prompt: str
+
+
 class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
     """Answer of ``/v1/chat/completions``."""
 
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    verbose: Verbose | None = Field(None, alias="__verbose")
 
 
 class InputTokens(Answer):

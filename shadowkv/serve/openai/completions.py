@@ -228,6 +228,9 @@ class ChatCompletions(Chat, Choices):
             whole["prompt_logprobs"] = prompt_logprobs(self.tokenizer, scores)
         if request.return_token_ids:
             whole["prompt_token_ids"] = job.choices[0].prompt_token_ids
+        if request.verbose:
+            prompt = self.tokenizer.decode(job.choices[0].prompt_token_ids, skip_special_tokens=False)
+            whole["__verbose"] = {"prompt": prompt}
         return whole
 
     def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:

@@ -429,6 +429,7 @@ class ChatRequest(GenerationRequest, Conversation):
     top_logprobs: int | None = None
     include_reasoning: bool = True
     echo: bool = False
+    verbose: bool = False
     verbosity: Literal["medium"] = "medium"
 
     @model_validator(mode="after")
