@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lists import Expected
 from live import MODEL, Servers
+from requests.structures import CaseInsensitiveDict
 
 EXPECTED = Expected.read("llama_cpp")
 SERVERS = Servers()
@@ -49,12 +50,15 @@ def _start(server: Any, timeout_seconds: float = 0) -> None:
     server.server_port = SERVERS.get(_flags(server)).port
 
 
-def _verbosely(ask: Any) -> Any:
-    """llama.cpp's ``--verbose`` is a parameter of requests here."""
+def _asking(ask: Any) -> Any:
+    """Of ``make_request``, one for our servers: llama.cpp's ``--verbose`` is a parameter of requests, and headers are
+    written in small letters, which are the same names."""
 
     def request(server: Any, method: str, path: str, data: Any = None, *others: Any, **options: Any) -> Any:
         data = {**data, "verbose": True} if data and server.debug else data
-        return ask(server, method, path, data, *others, **options)
+        answer = ask(server, method, path, data, *others, **options)
+        answer.headers = CaseInsensitiveDict(answer.headers)
+        return answer
 
     return request
 
@@ -67,7 +71,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
     matches = utils.match_regex
     utils.match_regex = lambda regex, text: bool(text) and (regex in STORIES or matches(regex, text))
-    utils.ServerProcess.make_request = _verbosely(utils.ServerProcess.make_request)
+    utils.ServerProcess.make_request = _asking(utils.ServerProcess.make_request)
     utils.ServerProcess.start = _start
     utils.ServerProcess.stop = lambda server: None
     utils.ServerPreset.load_all = lambda: None
