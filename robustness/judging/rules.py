@@ -385,6 +385,7 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "background": boolean,
             "return_progress": boolean,
             "timings_per_token": boolean,
+            "enable_response_messages": boolean,
             "max_tool_calls": integer(1),
             "top_logprobs": integer(0, 20),
             "safety_identifier": short(256),

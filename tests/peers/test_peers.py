@@ -18,7 +18,7 @@ VLLM_CHAT = ("batched_chat_completions", "chat", "chat_completion", "chat_echo",
     "logprob_token_ids",
     "root_path",
 )
-VLLM_RESPONSES = ("basic", "function_call", "simple", "stateful", "structured_output")
+VLLM_RESPONSES = ("basic", "function_call", "simple", "stateful")
 VLLM_PARTS = {
     "anthropic": ("anthropic", "openai/test_return_tokens_as_ids.py"),
     "chat": tuple(f"openai/chat_completion/test_{name}.py" for name in VLLM_CHAT),

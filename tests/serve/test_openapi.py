@@ -34,6 +34,7 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
     ("POST", "/v1/chat/completions", {**CHAT, "verbose": True}, answers.ChatCompletion),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, Response),
+    ("POST", "/v1/responses", {"input": "Hi", "enable_response_messages": True}, Response),
     ("POST", "/v1/messages", {**CHAT, "max_tokens": 3}, MessagesAnswer),
     ("POST", "/v1/messages/count_tokens", CHAT, TokenCount),
     ("POST", "/v1/chat/completions/input_tokens", CHAT, answers.InputTokens),

@@ -210,3 +210,13 @@ def test_a_server_without_a_page(engine):
         for path in ("/", "/page/stats", "/page.js"):
             assert httpx.get(f"{url}{path}", headers={"Authorization": "Bearer k"}).status_code == 404
         assert httpx.get(f"{url}/health").is_success
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_what_the_model_reads_and_writes(call, stream):
+    body = {"input": "Hi", "max_output_tokens": 3, "enable_response_messages": True, "stream": stream}
+    answer = call("POST", "/v1/responses", json=body)
+    told = named_events(answer)[-1]["response"] if stream else answer.json()
+    for name, text in (("input_messages", "<user>Hi<assistant>"), ("output_messages", REPLY[:3])):
+        assert told[name] == [{"type": "raw_message_tokens", "message": text, "tokens": [*map(ord, text)]}]
+    assert "input_messages" not in call("POST", "/v1/responses", json={"input": "Hi"}).json()

@@ -40,6 +40,7 @@ class ResponseOutput:
         self._is_thinking = self._thinks()
         self._new_scores: list[dict[str, Any]] = []  # of those whose text has not come yet
         self._call = -1
+        self._tokens: list[int] = []  # of the answer, where they are requested
         self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -54,6 +55,7 @@ class ResponseOutput:
                 if piece.prompt_progress is not None:  # as llama.cpp has it
                     yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
                     continue
+                self._tokens += piece.token_ids
                 timings = {"timings": self._job.timings_of(0)} if self._job.request.timings_per_token else {}
                 for event in self._read(piece):
                     yield {**event, **timings} if event["type"].endswith(".delta") else event
@@ -174,7 +176,15 @@ class ResponseOutput:
                 "total_tokens": usage["total_tokens"],
             },
         }
+        if self._job.request.return_token_ids:
+            prompt = self._job.choices[0].prompt_token_ids
+            self.answer |= {"input_messages": [self._raw(prompt)], "output_messages": [self._raw(self._tokens)]}
         yield self._of_response(status)
+
+    def _raw(self, tokens: list[int]) -> dict[str, Any]:
+        """What the model reads or writes, as vLLM's ``enable_response_messages`` has it."""
+        text = self._job.tokenizer.decode(tokens, skip_special_tokens=False)
+        return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
     # -- events ----------------------------------------------------------------------------------------------------
 
