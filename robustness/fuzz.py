@@ -63,7 +63,7 @@ UPLOAD = "/v1/files"
 A_FILE = f"file-{'0' * 32}"
 """Stands for a file that the server has."""
 
-OPTIONAL = 0.15
+OPTIONAL = 0.08
 """Probability that a body has an optional parameter."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},

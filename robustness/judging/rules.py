@@ -468,13 +468,9 @@ OF_COUNTS = {"model", "messages", *TEMPLATE}
 """What of a chat its number of tokens depends on."""
 
 
-def route_rules(model: str, vocab: int) -> dict[str, Rule]:
-    """By route, what a body has to be, parameter by parameter."""
-    shared = shared_rules(model, vocab)
-    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
-    tokens = some(token, 1)
-    prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
-    chat = {
+def chat_rules(sampling: dict[str, Rule]) -> dict[str, Rule]:
+    """Parameters of a chat, where ``sampling`` are those that a completion has, too."""
+    return {
         **sampling,
         **TEMPLATE,
         "messages": some(MESSAGE, 1),
@@ -488,6 +484,15 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         "verbose": boolean,
         "verbosity": one_of("medium"),
     }
+
+
+def route_rules(model: str, vocab: int) -> dict[str, Rule]:
+    """By route, what a body has to be, parameter by parameter."""
+    shared = shared_rules(model, vocab)
+    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
+    tokens = some(token, 1)
+    prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
+    chat = chat_rules(sampling)
     whole = {"n": integer(1, 1), "stream": lambda value: value is False, "tools": lambda value: value == []}
     return {
         "/v1/completions": fields({**sampling, "prompt": prompt, "logprobs": integer(0, 20)}, "prompt"),
