@@ -71,7 +71,7 @@ def test_events_have_all_of_a_text_until_then(call):
         ("/completion", {"prompt": "Hi", "n_predict": -3}, "n_predict"),
         ("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}}, "prompt"),
         ("/completion", {"prompt": "Hi", "logit_bias": [["a", "b"]]}, "logit_bias"),
-        ("/completion", {"prompt": "Hi", "logit_bias": [["a" * 257, 1]]}, "logit_bias"),
+        ("/completion", {"prompt": "Hi", "logit_bias": [["a" * 8193, 1]]}, "logit_bias"),
         ("/completion", {"prompt": "Hi", "logit_bias": "a"}, "logit_bias"),
         ("/completion", {"prompt": "Hi", "logit_bias": [[text, 1] for text in MANY]}, "logit_bias"),
         ("/completion", {"prompt": "Hi", "mirostat": 2}, "mirostat"),

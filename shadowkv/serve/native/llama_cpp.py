@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import Name, refusal
-from shadowkv.serve.bodies.limits import MAX_LOGIT_BIASES
+from shadowkv.serve.bodies.limits import MAX_BIASED_CHARS, MAX_LOGIT_BIASES
 from shadowkv.serve.http.replies import Events
 from shadowkv.serve.native.converted import NativeCompletions, NativeRequest
 from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
@@ -36,9 +36,6 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequ
 
 MAX_FIELDS = 64
 """Most ``response_fields``."""
-
-MAX_BIASED_CHARS = 256
-"""Of a text whose tokens ``logit_bias`` means."""
 
 
 class LlamaRequest(NativeRequest):
@@ -121,11 +118,13 @@ def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
         token, bias = pair[0], -100 if pair[1] is False else pair[1]
         if isinstance(token, int) or (token.isascii() and token.isdigit()):
             biases[str(token)] = bias
-        elif type(bias) not in (int, float) or not -100 <= bias <= 100 or len(token) > MAX_BIASED_CHARS:
-            text = f"a text of at most {MAX_BIASED_CHARS} characters needs a number between -100 and 100, or false"
-            raise refusal("logit_bias", f"logit_bias: {text}")
+        elif type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise refusal("logit_bias", "logit_bias: a text needs a number between -100 and 100, or false")
         else:
             texts.append((token, bias))
+    if (characters := sum(len(text) for text, _ in texts)) > MAX_BIASED_CHARS:
+        reason = f"{characters} characters of texts are too many; at most {MAX_BIASED_CHARS} are allowed"
+        raise refusal("logit_bias", f"logit_bias: {reason}")
     return biases, texts
 
 
