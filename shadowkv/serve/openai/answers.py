@@ -243,12 +243,19 @@ class InputTokens(Answer):
     input_tokens: int
 
 
+class TokenPiece(Answer):
+    """A token and its text."""
+
+    id: int
+    piece: str
+
+
 class Tokenized(Answer):
-    """Answer of ``/tokenize``."""
+    """Answer of ``/tokenize``: ``token_strs`` are tokens as the vocabulary writes them, as in vLLM."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] | None
 
 

@@ -113,13 +113,16 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize_content(body: TokenizeRequest, content: str) -> Response:
-        """As llama.cpp: without a beginning unless that is asked for, and with each token's text if it is."""
-        tokens: list[Any] = encode(
-            tokenizer, content, tokenize_limit(engine.max_model_len), "content", add_special_tokens=body.add_special
-        )
-        if body.with_pieces:
-            tokens = [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
-        return JSONResponse({"tokens": tokens})
+        """As llama.cpp: without a beginning unless that is asked for."""
+        limit = tokenize_limit(engine.max_model_len)
+        tokens = encode(tokenizer, content, limit, "content", add_special_tokens=body.add_special)
+        return JSONResponse({"tokens": shown(body, tokens)})
+
+    def shown(body: TokenizeRequest, tokens: list[int]) -> list[Any]:
+        """With each token's text, as in llama.cpp, if that is asked for."""
+        if not body.with_pieces:
+            return tokens
+        return [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
 
     def tokenize(body: TokenizeRequest) -> Response:
         if body.content is not None:
@@ -143,11 +146,9 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
                 tokens = encode(tokenizer, text, limit, param, add_special_tokens=special is not False)
         except ValueError as error:
             raise ApiError(str(error), param=param) from error
-        strings = None
-        if body.return_token_strs:
-            strings = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        strings = tokenizer.spelling(tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": engine.max_model_len}
-        return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
+        return JSONResponse({**count, "tokens": shown(body, tokens), "token_strs": strings})
 
     def detokenize(tokens: Tokens) -> Response:
         check_tokens(tokenizer, tokens, "tokens")
