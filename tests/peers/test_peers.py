@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from sources import LLAMA_CPP, SGLANG, VLLM, Source
 
@@ -48,7 +49,11 @@ LLAMA_CPP_PARTS = {
 
 def _run(source: Source, below: str, plugin: str, names: list[str]) -> None:
     """Fails where pytest does, in a process of its own, for its plugin puts stand-ins in the place of modules."""
-    root = source.unpacked() / below
+    try:
+        root = source.unpacked() / below
+    except (OSError, httpx.HTTPError) as error:
+        archive = source.path.rpartition("/")[2]
+        pytest.fail(f"{archive} cannot be fetched from PyPI: {type(error).__name__}: {error}", pytrace=False)
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-c", os.devnull, "--rootdir", str(root), "-q", "-rfExXs", "--tb=short", "-W", "ignore", *names]
     paths = os.pathsep.join((str(HERE), str(HERE.parents[1])))
