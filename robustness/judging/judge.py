@@ -153,6 +153,7 @@ class Judge:
     def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
         """Contradictions in a request for text."""
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
+        limits += [most for most in (body.get("n_predict"),) if most not in (None, -1)]  # llama.cpp's name
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
         cut = body.get("truncate_prompt_tokens", self.limit + 1)  # -1: to what fits

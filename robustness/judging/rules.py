@@ -267,6 +267,7 @@ def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "n": integer(1, 128),
         "best_of": integer(1, 128),
         "max_tokens": integer(0),
+        "n_predict": integer(-1),
         "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
         "response_format": response_format,
         "structured_outputs": structured,

@@ -220,3 +220,12 @@ def test_a_response_has_what_the_model_reads_and_writes(call, stream):
     for name, text in (("input_messages", "<user>Hi<assistant>"), ("output_messages", REPLY[:3])):
         assert told[name] == [{"type": "raw_message_tokens", "message": text, "tokens": [*map(ord, text)]}]
     assert "input_messages" not in call("POST", "/v1/responses", json={"input": "Hi"}).json()
+
+
+def test_llama_cpps_name_for_the_length_of_an_answer(post, engine):
+    for endpoint in ("chat", "completions"):
+        assert post(endpoint, n_predict=2).json()["usage"]["completion_tokens"] == 2
+        assert post(endpoint, n_predict=-1, max_tokens=3).json()["usage"]["completion_tokens"] == 3
+        assert error_of(post(endpoint, n_predict=2, max_tokens=3))["param"] == "n_predict"
+        assert error_of(post(endpoint, n_predict=-2))["param"] == "n_predict"
+    assert error_of(post("chat", n_predict=2, max_completion_tokens=3))["param"] == "max_tokens"

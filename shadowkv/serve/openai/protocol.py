@@ -224,6 +224,7 @@ class GenerationRequest(Sampling):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     max_tokens: int | None = None
+    n_predict: int | None = Field(None, ge=-1)
     stop: Stops = Field([])
     response_format: Annotated[str | None, PlainValidator(format_text, json_schema_input_type=ResponseFormat)] = None
     structured_outputs: StructuredOutputs | None = None
@@ -256,6 +257,10 @@ class GenerationRequest(Sampling):
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
+        if self.n_predict not in (None, -1):  # llama.cpp's name
+            if self.max_tokens not in (None, self.n_predict):
+                raise refusal("n_predict", "n_predict and max_tokens differ; pass one of them")
+            self.max_tokens = self.n_predict
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("prompt_logprobs", "prompt_logprobs are not part of a stream: leave one of them out")
         if self.logprob_token_ids and self.alternatives is None:
