@@ -133,8 +133,9 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     def spelling(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the tokeniser writes it, which is not always text: " a" may be "Ġa" or "▁a"."""
-        return [self.backend.id_to_token(token) for token in ids]
+        """Each token as the tokeniser writes it, which is not always text: " a" may be "Ġa" or "▁a"; nothing for an id
+        that it does not know."""
+        return [self.backend.id_to_token(token) or "" for token in ids]
 
     @property
     def is_byte_level(self) -> bool:

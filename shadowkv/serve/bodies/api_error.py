@@ -84,7 +84,8 @@ class ApiError(Exception):
         if path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/"):
             kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind, code = "invalid_request_error" if self.status < 500 else "server_error", self.code
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        code: str | int | None = self.code
         if path in LLAMA_PATHS:
             too_long = self.code == "context_length_exceeded"
             kind = "exceed_context_size_error" if too_long else LLAMA_KINDS.get(self.status, kind)
