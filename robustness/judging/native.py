@@ -81,7 +81,7 @@ def native_rules(sampling: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "logprob_start_len": integer(),
         "rid": short(256),
     }
-    prompt = either(utf8, fields({"prompt_string": utf8}, "prompt_string"), tokens)
+    prompt = either(utf8, _is_object_with_text, tokens)
     bias = either(number(-100, 100), lambda value: value is False)
     completion = {
         **named,
@@ -103,6 +103,10 @@ def native_rules(sampling: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         **dict.fromkeys(COMPLETION, fields(completion, "prompt")),
         APPLY_TEMPLATE: fields(template, "messages"),
     }
+
+
+def _is_object_with_text(value: Any) -> bool:
+    return isinstance(value, dict) and utf8(value.get("prompt_string")) and not value.get("multimodal_data")
 
 
 def _pair(bias: Rule) -> Rule:

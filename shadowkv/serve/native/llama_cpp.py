@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.serve.bodies.api_error import ApiError
@@ -38,16 +38,25 @@ MAX_FIELDS = 64
 """Most ``response_fields``."""
 
 
+PROMPT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {}},
+        {"type": "object", "properties": {"prompt_string": {"type": "string"}}, "required": ["prompt_string"]},
+    ]
+}
+
+
 class LlamaRequest(NativeRequest):
     """Body of ``/completion``."""
 
     names = NAMES
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     n_predict: int = -1
     n_probs: int = 0
     repeat_penalty: float | None = None
-    logit_bias: Any = None
+    logit_bias: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {}}]})] = None
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[Name] = Field([], max_length=MAX_FIELDS, fail_fast=True)
@@ -93,7 +102,9 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise refusal("prompt", "multimodal_data is not supported: this server reads text")
-        return value.get("prompt_string")
+        if not isinstance(text := value.get("prompt_string"), str):
+            raise refusal("prompt", "a prompt that is an object needs a prompt_string, a text")
+        return text
     if isinstance(value, list) and not all(isinstance(item, int) for item in value):
         return [_prompts(item) if isinstance(item, dict) else item for item in value]
     return value
