@@ -30,6 +30,7 @@ import psutil
 import torch
 
 from robustness.judging.judge import Judge
+from robustness.judging.native import GENERATE
 from robustness.judging.rules import CHAT_BATCH, INVOCATIONS, NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from robustness.live_server import resident_bytes
 from robustness.tiny_model import ENGINE, tiny_model
@@ -62,7 +63,7 @@ UPLOAD = "/v1/files"
 A_FILE = f"file-{'0' * 32}"
 """Stands for a file that the server has."""
 
-OPTIONAL = 0.15
+OPTIONAL = 0.08
 """Probability that a body has an optional parameter."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
@@ -96,7 +97,7 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.2),
     "presence_penalty": (-2, 0.5),
     "frequency_penalty": (2, 0),
-    "logit_bias": ({"65": 5, "3": -100}, {}),
+    "logit_bias": ({"65": 5, "3": -100}, {}, [[65, 1.5], ["ab", False]]),
     "stop": ("a", ["x", "yz"]),
     "stop_token_ids": ([5], []),
     "seed": (0, -1, 2**63 - 1),
@@ -105,7 +106,7 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
         {"type": "json_object"},
         *({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in SCHEMAS),
     ),
-    "prompt": ("abc", "Hello, ", ["a", "b"], [1, 2, 3], [[1, 2], [3]], "x" * 520),
+    "prompt": ("abc", "Hello, ", ["a", "b"], [1, 2, 3], [[1, 2], [3]], "x" * 520, {"prompt_string": "abc"}),
     "messages": (
         [{"role": "user", "content": "Hi"}],
         [{"role": "system", "content": ""}, {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}],
@@ -155,6 +156,14 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": ('root ::= "a"', "x"),
     "regex": ("[a-c]+", ""),
     "ebnf": ('root ::= "a"', 1),
+    "grammar": ('root ::= "a"', ""),
+    "sampling_params": (
+        *({"max_new_tokens": 2}, {"max_new_tokens": 3, "n": 2, "temperature": 0}),
+        *({"max_new_tokens": 5, "regex": "[a-c]+"}, {"max_new_tokens": 2, "min_new_tokens": 2, "stop": "a"}, {}),
+    ),
+    "n_predict": (1, 2, 5, -1),
+    "n_probs": (0, 2),
+    "response_fields": (["content", "generation_settings/seed"], []),
     "json_schema": ({"type": "object"}, "{", []),
     "text": (
         {"format": {"type": "text"}},
@@ -242,6 +251,12 @@ class Cases:
         if path == CHAT_BATCH:
             tree = {name: value for name, value in tree.items() if name not in NOT_IN_BATCHES}
             tree["messages"] = [tree["messages"]] * rng.choice((1, 2))
+        if path == GENERATE:
+            tree.pop("text", None)
+            tree.pop("input_ids", None)
+            tree |= rng.choice(
+                ({"text": "abc"}, {"text": ["a", "b"]}, {"input_ids": [1, 2]}, {"input_ids": [[1], [2]]})
+            )
         if path == "/cache/save" and "messages" not in tree and rng.random() < 0.5:
             tree["prompt"] = rng.choice(LONG_ENOUGH)
         for _ in range(rng.choice((0, 0, 0, 1, 1, 1, 2, 3))):

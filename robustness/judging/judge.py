@@ -15,8 +15,19 @@ from typing import Any
 
 import httpx
 
+from robustness.judging.native import (
+    APPLY_TEMPLATE,
+    ASKS,
+    GENERATE,
+    KINDS,
+    LLAMA,
+    as_completion,
+    ill_formed_native,
+    native_rules,
+)
 from robustness.judging.rules import (
     CHAT_BATCH,
+    COUNT_CHAT,
     INVOCATIONS,
     OTHER_NAMES,
     Rule,
@@ -24,6 +35,8 @@ from robustness.judging.rules import (
     integer,
     loads,
     route_rules,
+    sampling_rules,
+    shared_rules,
     some,
     text,
 )
@@ -55,7 +68,8 @@ class Judge:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """By route, what a body has to be, parameter by parameter."""
-        return route_rules(self.model, self.vocab)
+        sampling = sampling_rules(shared_rules(self.model, self.vocab), self.vocab)
+        return {**route_rules(self.model, self.vocab), **native_rules(sampling, self.vocab)}
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -79,6 +93,10 @@ class Judge:
             return "not one of prompt, content and messages"
         if path == "/tokenize" and "prompt" in body and "parse_special" in body:
             return "parse_special for a prompt"
+        if path == GENERATE and ("text" in body) == ("input_ids" in body):
+            return "neither or both of text and input_ids"
+        if path in ASKS:
+            return self._contradiction(as_completion(path, body), chat=False)
         if path == "/cache/save":
             return self._unsavable(body)
         if path == CHAT_BATCH:
@@ -135,6 +153,7 @@ class Judge:
     def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
         """Contradictions in a request for text."""
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
+        limits += [most for most in (body.get("n_predict"),) if most not in (None, -1)]  # llama.cpp's name
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
         cut = body.get("truncate_prompt_tokens", self.limit + 1)  # -1: to what fits
@@ -177,20 +196,26 @@ class Judge:
             if response.status_code == 200:
                 return self._answer(path, None if path == FILES else loads(raw), response)
             error = loads(response.content)["error"]
-            counts = {"n_prompt_tokens", "n_ctx"} if error.get("code") == "context_length_exceeded" else {}
-            if {*error} - {*counts} != {"message", "type", "param", "code"} or not error["message"]:
+            counts = {"n_prompt_tokens", "n_ctx"} if _is_too_long(error) else set[str]()
+            if {*error} - counts != {"message", "type", "param", "code"} or not error["message"]:
                 return "an error of another shape"
+            if path in LLAMA and (error["code"] != response.status_code or error["type"] not in KINDS):
+                return "an error that is not llama.cpp's"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
         if response.status_code >= 500:
-            full = response.status_code == 503 and error["code"] == "queue_full" and "retry-after" in response.headers
+            full = response.status_code == 503 and "retry-after" in response.headers
             return None if full else f"{response.status_code}: {error['message']}"
-        return None if error["type"] == "invalid_request_error" else "an error of another type"
+        return None if path in LLAMA or error["type"] == "invalid_request_error" else "an error of another type"
 
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
         path = _route(path, body)
         if path == FILES:
             return None if loads(response.content)["id"].startswith("file-") else "no file"
+        if path == COUNT_CHAT:
+            return None if integer(1)(loads(response.content)["input_tokens"]) else "no count"
+        if path in (*ASKS, APPLY_TEMPLATE):
+            return ill_formed_native(path, body, response)
         if path == "/detokenize":
             return None if text(loads(response.content)["prompt"]) else "no text"
         if path.startswith("/cache/"):
@@ -199,10 +224,7 @@ class Judge:
             return None if fine and found["name"] == body["name"] else "not what was saved"
         if path == "/tokenize":
             found = loads(response.content)
-            tokens = [
-                token["id"] if body.get("with_pieces") and "content" in dict(given(body)) else token
-                for token in found["tokens"]
-            ]
+            tokens = [token["id"] if body.get("with_pieces") else token for token in found["tokens"]]
             fine = some(integer(0, self.vocab - 1))(tokens) and (found.get("count", len(tokens)) == len(tokens))
             return None if fine else "no tokens"
         events = stream_events(response.text) if body.get("stream") else [loads(response.content)]
@@ -232,6 +254,10 @@ class Judge:
                 if end == ["stop"] and not body.get("echo"):
                     loads(said[index].encode())  # raises if it cannot be read
         return None
+
+
+def _is_too_long(error: dict[str, Any]) -> bool:
+    return error.get("code") == "context_length_exceeded" or error["type"] == "exceed_context_size_error"
 
 
 def _route(path: str, body: Any) -> str:

@@ -267,6 +267,7 @@ def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "n": integer(1, 128),
         "best_of": integer(1, 128),
         "max_tokens": integer(0),
+        "n_predict": integer(-1),
         "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
         "response_format": response_format,
         "structured_outputs": structured,
@@ -291,8 +292,10 @@ def sampling_rules(shared: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "echo": boolean,
         "return_selections": boolean,
         "return_progress": boolean,
+        "timings_per_token": boolean,
         "kv_transfer_params": fields(
             {
+                "prompt_token_ids": some(token),
                 "do_remote_decode": boolean,
                 "do_remote_prefill": boolean,
                 "remote_snapshots": some(snapshot_name, most=4096),
@@ -382,6 +385,8 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
             "store": boolean,
             "background": boolean,
             "return_progress": boolean,
+            "timings_per_token": boolean,
+            "enable_response_messages": boolean,
             "max_tool_calls": integer(1),
             "top_logprobs": integer(0, 20),
             "safety_identifier": short(256),
@@ -457,15 +462,16 @@ def message_requests(value: Any) -> bool:
 
 
 CHAT_BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+COUNT_CHAT = "/v1/chat/completions/input_tokens"
 
 
-def route_rules(model: str, vocab: int) -> dict[str, Rule]:
-    """By route, what a body has to be, parameter by parameter."""
-    shared = shared_rules(model, vocab)
-    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
-    tokens = some(token, 1)
-    prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
-    chat = {
+OF_COUNTS = {"model", "messages", *TEMPLATE}
+"""What of a chat its number of tokens depends on."""
+
+
+def chat_rules(sampling: dict[str, Rule]) -> dict[str, Rule]:
+    """Parameters of a chat, where ``sampling`` are those that a completion has, too."""
+    return {
         **sampling,
         **TEMPLATE,
         "messages": some(MESSAGE, 1),
@@ -476,14 +482,33 @@ def route_rules(model: str, vocab: int) -> dict[str, Rule]:
         "logprobs": boolean,
         "top_logprobs": integer(0, 20),
         "include_reasoning": boolean,
+        "verbose": boolean,
         "verbosity": one_of("medium"),
     }
+
+
+def route_rules(model: str, vocab: int) -> dict[str, Rule]:
+    """By route, what a body has to be, parameter by parameter."""
+    shared = shared_rules(model, vocab)
+    named, sampling, token = {"model": shared["model"]}, sampling_rules(shared, vocab), integer(0, vocab - 1)
+    tokens = some(token, 1)
+    prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
+    chat = chat_rules(sampling)
     whole = {"n": integer(1, 1), "stream": lambda value: value is False, "tools": lambda value: value == []}
     return {
         "/v1/completions": fields({**sampling, "prompt": prompt, "logprobs": integer(0, 20)}, "prompt"),
         "/v1/chat/completions": fields(chat, "messages"),
         CHAT_BATCH: fields({**chat, **whole, "messages": some(some(MESSAGE, 1), 1, 2048)}, "messages"),
         INVOCATIONS: anything,  # the judge knows which of the two it is
+        COUNT_CHAT: fields(
+            {
+                **named,
+                **TEMPLATE,
+                "messages": chat["messages"],
+                **{name: anything for name in chat if name not in OF_COUNTS},
+            },
+            "messages",
+        ),
         "/v1/responses": responses_body(shared),
         "/v1/messages": messages_body(shared),
         "/v1/messages/count_tokens": fields(

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.launch import EngineProcess
 
+LOCALHOST = "localhost"
+"""Among the allowed origins: pages of this machine, as in llama.cpp."""
+
+LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
+
 ENGINE_SECONDS = 5.0
 """How long a stop waits for the current step."""
 
@@ -105,8 +110,9 @@ def build_app(
     app.include_router(responses_routes(engine.tokenizer, settings, respond, store, background))
     for kept_routes in (file_routes, batch_routes, message_batch_routes):
         app.include_router(kept_routes(settings, store))
-    app.include_router(page_assets())
-    app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
+    if settings.ui:
+        app.include_router(page_assets())
+        app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())
     names = dict.fromkeys(settings.served_model_name[1:], engine)
     app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics))
@@ -120,12 +126,15 @@ def add_middleware(
     """Adds everything between clients and the routes, including the log and the guard; ``counts`` as for
     ``build_app``."""
     app.state.counts = counts or Counts(len(settings.api_key))
-    app.add_middleware(Guard, settings=settings, counts=app.state.counts, keyless_paths=PAGE_PATHS)
+    app.add_middleware(
+        Guard, settings=settings, counts=app.state.counts, keyless_paths=PAGE_PATHS if settings.ui else frozenset()
+    )
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
+            allow_origin_regex=LOCAL_PAGES if LOCALHOST in settings.allowed_origins else None,
             allow_credentials=settings.allow_credentials,
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,

@@ -60,6 +60,7 @@ def test_smollm2_equals_transformers(text: str, smollm2: LoadedModel, oracle: An
     assert ids == oracle.encode(text)
     assert smollm2.tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
     assert smollm2.tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert smollm2.tokenizer.spelling(ids) == oracle.convert_ids_to_tokens(ids)
     assert smollm2.tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 

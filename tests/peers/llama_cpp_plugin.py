@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from lists import Expected
 from live import MODEL, Servers
+from requests.structures import CaseInsensitiveDict
 
 EXPECTED = Expected.read("llama_cpp")
 SERVERS = Servers()
 STORIES = frozenset(("(going|bed)+", "(Suddenly)+", "(princesses|everyone|kids|Anna|forest)+", "^ blue"))
 """What the tests' model, which was trained on stories for children, writes: of another model any text will do."""
 
+METHODS = ("GET", "POST", "DELETE", "OPTIONS")
+"""Those that llama.cpp allows pages of other origins."""
 
 NAMES = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1", "davinci-002", "codellama70b", "test")
 """Models that tests ask for: llama.cpp answers for any."""
@@ -33,14 +36,31 @@ def _flags(server: Any) -> tuple[str, ...]:
         "--seed": server.seed,
         "--override-generation-config": f'{{"temperature": {server.temperature}}}',
         "--chat-template": server.chat_template_file,
-        "--allowed-origins": server.cors_origins,
     }
     given = (part for flag, value in values.items() if value for part in (flag, str(value)))
-    return (*given, "--served-model-name", *(server.model_alias or MODEL).split(","), *NAMES)
+    names = (server.model_alias or MODEL).split(",")
+    ui = ("--no-ui",) if server.no_ui else ()
+    # By default pages of any origin may ask llama.cpp, with credentials.
+    origins = (server.cors_origins,) if server.cors_origins else ("*", "--allow-credentials")
+    cors = ("--allowed-origins", *origins, "--allowed-methods", *METHODS)
+    return (*given, *ui, *cors, "--served-model-name", *names, *NAMES)
 
 
 def _start(server: Any, timeout_seconds: float = 0) -> None:
     server.server_port = SERVERS.get(_flags(server)).port
+
+
+def _asking(ask: Any) -> Any:
+    """Of ``make_request``, one for our servers: llama.cpp's ``--verbose`` is a parameter of requests, and headers are
+    written in small letters, which are the same names."""
+
+    def request(server: Any, method: str, path: str, data: Any = None, *others: Any, **options: Any) -> Any:
+        data = {**data, "verbose": True} if data and server.debug else data
+        answer = ask(server, method, path, data, *others, **options)
+        answer.headers = CaseInsensitiveDict(answer.headers)
+        return answer
+
+    return request
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,6 +71,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
     matches = utils.match_regex
     utils.match_regex = lambda regex, text: bool(text) and (regex in STORIES or matches(regex, text))
+    utils.ServerProcess.make_request = _asking(utils.ServerProcess.make_request)
     utils.ServerProcess.start = _start
     utils.ServerProcess.stop = lambda server: None
     utils.ServerPreset.load_all = lambda: None

@@ -72,4 +72,4 @@ def test_tool_calls(name: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    EXPECTED.mark(items, {item: item.nodeid for item in items})
+    EXPECTED.mark(items, {item: f"{item.path.name}::{item.nodeid.partition('::')[2]}" for item in items})

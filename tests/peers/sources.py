@@ -17,6 +17,8 @@ FILES = "https://files.pythonhosted.org/packages"
 SECONDS = 60
 """Without a byte, after which a download has failed; the next one goes on from there."""
 
+TRIES = 3
+
 
 @dataclass(frozen=True)
 class Source:
@@ -55,7 +57,22 @@ class Source:
         if archive.exists():
             return
         growing = archive.with_name(f"{archive.name}.incomplete")
-        with growing.open("ab") as sink:
+        for attempt in range(1, TRIES + 1):
+            try:
+                self._grow(growing)
+                break
+            except httpx.TransportError:
+                if attempt == TRIES:
+                    raise
+        digest = hashlib.sha256(growing.read_bytes()).hexdigest()
+        if digest != self.sha256:
+            growing.unlink()
+            raise OSError(f"{archive.name} has the SHA-256 {digest}, not {self.sha256}")
+        growing.replace(archive)
+
+    def _grow(self, file: Path) -> None:
+        """Fetches what a file lacks of the archive."""
+        with file.open("ab") as sink:
             headers = {"Range": f"bytes={sink.tell()}-"} if sink.tell() else {}
             with httpx.stream("GET", f"{FILES}/{self.path}", headers=headers, timeout=SECONDS) as answer:
                 if answer.status_code != httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:  # all of it is here
@@ -64,11 +81,6 @@ class Source:
                         sink.truncate(0)
                     for piece in answer.iter_bytes():
                         sink.write(piece)
-        digest = hashlib.sha256(growing.read_bytes()).hexdigest()
-        if digest != self.sha256:
-            growing.unlink()
-            raise OSError(f"{archive.name} has the SHA-256 {digest}, not {self.sha256}")
-        growing.replace(archive)
 
 
 VLLM = Source(

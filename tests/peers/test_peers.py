@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from sources import LLAMA_CPP, SGLANG, VLLM, Source
 
@@ -18,9 +19,15 @@ VLLM_CHAT = ("batched_chat_completions", "chat", "chat_completion", "chat_echo",
     "logprob_token_ids",
     "root_path",
 )
+VLLM_RESPONSES = ("basic", "function_call", "simple", "stateful")
 VLLM_PARTS = {
     "anthropic": ("anthropic", "openai/test_return_tokens_as_ids.py"),
     "chat": tuple(f"openai/chat_completion/test_{name}.py" for name in VLLM_CHAT),
+    "responses": tuple(f"openai/responses/test_{name}.py" for name in VLLM_RESPONSES),
+    "tools": (
+        "openai/chat_completion/test_completion_with_function_calling.py",
+        "serve/instrumentator/test_metrics.py",
+    ),
     "completion": ("openai/completion", "openai/test_chunked_prompt.py", "openai/test_return_token_ids.py"),
     "serve": tuple(
         f"serve/{name}.py"
@@ -42,9 +49,13 @@ LLAMA_CPP_PARTS = {
 
 def _run(source: Source, below: str, plugin: str, names: list[str]) -> None:
     """Fails where pytest does, in a process of its own, for its plugin puts stand-ins in the place of modules."""
-    root = source.unpacked() / below
+    try:
+        root = source.unpacked() / below
+    except (OSError, httpx.HTTPError) as error:
+        archive = source.path.rpartition("/")[2]
+        pytest.fail(f"{archive} cannot be fetched from PyPI: {type(error).__name__}: {error}", pytrace=False)
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-c", os.devnull, "--rootdir", str(root), "-q", "-rfExX", "--tb=short", "-W", "ignore", *names]
+    command += ["-c", os.devnull, "--rootdir", str(root), "-q", "-rfExXs", "--tb=short", "-W", "ignore", *names]
     paths = os.pathsep.join((str(HERE), str(HERE.parents[1])))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
     ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)

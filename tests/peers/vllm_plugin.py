@@ -26,6 +26,9 @@ LEFT_OUT = {
 }
 """Flags of vLLM's tests that are about the memory of its GPUs or about LoRA adapters, and how many values they have."""
 
+OURS = ("--metrics-prefix", "vllm", "--default-max-tokens", "512")
+"""vLLM's names of metrics; and answers without a limit of their own end within the minute that some clients wait."""
+
 
 class RemoteOpenAIServer:
     """What vLLM's tests start and ask: ``model`` is a name by which our one model is served."""
@@ -39,7 +42,7 @@ class RemoteOpenAIServer:
         key = (env_dict or {}).get("VLLM_API_KEY")
         flags = (*_of_ours(vllm_serve_args), *(("--api-key", key) if key else ()))
         named = () if "--served-model-name" in flags else ("--served-model-name", model)
-        self.live = SERVERS.get((*flags, *named, "--metrics-prefix", "vllm"))
+        self.live = SERVERS.get((*flags, *named, *OURS))
         self.host, self.port, self.url_root, self.proc = "127.0.0.1", self.live.port, self.live.url, self.live.process
 
     def __enter__(self) -> RemoteOpenAIServer:

@@ -79,6 +79,12 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"}}),
     ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **CALL_ITEM}]}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "system": "x"}),
+    ("/v1/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "Hi"}], "temperature": 7}),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "n": 2, "regex": "a"}, "rid": "x"}),
+    ("/generate", {"input_ids": [[1], [2]], "return_logprob": True, "sampling_params": {"max_new_tokens": 9}}),
+    ("/completion", {"prompt": {"prompt_string": "a"}, "n_predict": -1, "logit_bias": [["a", 1], [5, False]]}),
+    ("/completions", {"prompt": ["a", [1]], "n_probs": 3, "logit_bias": {"a": 1}, "stream": True, "mirostat": 0}),
+    ("/apply-template", {"messages": [{"role": "user", "content": "Hi"}], "a_hint": 1}),
 ])  # fmt: skip
 def test_sense(path, body):
     assert JUDGE.nonsense(path, "application/json", json.dumps(body).encode()) is None
@@ -122,6 +128,14 @@ def test_nonsense_of_tools(change):
     ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("/v1/messages", {"messages": [], "max_tokens": 1}), ("/v1/responses", {"input": "a", "max_tokens": 1}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("/v1/chat/completions/input_tokens", {"messages": []}), ("/generate", {}), ("/generate", {"text": "a" * 10}),
+    ("/generate", {"text": "a", "input_ids": [1]}), ("/generate", {"text": "a", "sampling_params": {"top_p": 0}}),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}),
+    ("/generate", {"text": "a", "sampling_params": {"stop_regex": "x"}}), ("/completion", {"prompt": "a" * 128}),
+    ("/completion", {"prompt": "a", "n_predict": -2}), ("/completion", {"prompt": "a", "logit_bias": [["a", 101]]}),
+    ("/completion", {"prompt": {"prompt_string": 1}}), ("/completions", {"prompt": "a", "n_probs": 21}),
+    ("/completion", {"prompt": "a", "grammar": "x", "json_schema": {}}), ("/apply-template", {"messages": []}),
+    ("/apply-template", {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "x"}),
 ])  # fmt: skip
 def test_nonsense_of_other_apis(path, body):
     assert JUDGE.nonsense(path, "application/json", json.dumps(body).encode())
@@ -171,3 +185,35 @@ def test_answers(response, fine):
 def test_streams(content, fine):
     response = httpx.Response(200, text=content)
     assert (JUDGE.malformed("/v1/completions", b'{"prompt": "a", "stream": true}', response) is None) == fine
+
+
+LLAMA_ERROR = {**ERROR, "code": 400}
+TEXT_END = {"text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
+LLAMA_END = {"content": "x", "stop": True, "stop_type": "eos", "timings": {"predicted_n": 1}, "tokens_predicted": 1}
+
+
+@pytest.mark.parametrize("path, status, answer, fine", [
+    ("/generate", 200, TEXT_END, True), ("/generate", 200, [TEXT_END] * 2, True), ("/generate", 200, {}, False),
+    ("/generate", 200, {**TEXT_END, "meta_info": {"finish_reason": None}}, False),
+    ("/generate", 400, {"error": ERROR}, True), ("/generate", 400, {"error": {}}, False),
+    ("/completion", 200, LLAMA_END, True), ("/completion", 200, {**LLAMA_END, "stop": False}, False),
+    ("/completion", 200, {**LLAMA_END, "tokens_predicted": 2}, False), ("/apply-template", 200, {"prompt": "x"}, True),
+    ("/completions", 400, {"error": LLAMA_ERROR}, True), ("/completions", 400, {"error": ERROR}, False),
+    ("/completions", 400, {"error": {**LLAMA_ERROR, "type": "error"}}, False), ("/apply-template", 200, {}, False),
+    ("/v1/chat/completions/input_tokens", 200, {"input_tokens": 3}, True),
+    ("/v1/chat/completions/input_tokens", 200, {"input_tokens": 0}, False),
+])  # fmt: skip
+def test_answers_of_other_engines_apis(path, status, answer, fine):
+    assert (JUDGE.malformed(path, b'{"prompt": "a"}', httpx.Response(status, json=answer)) is None) == fine
+
+
+@pytest.mark.parametrize("path, content, fine", [
+    ("/generate", f"data: {json.dumps(TEXT_END)}\n\ndata: [DONE]\n\n", True),
+    ("/generate", f"data: {json.dumps(TEXT_END)}\n\n", False),
+    ("/completion", f"data: {json.dumps(LLAMA_END)}\n\n", True),
+    ("/completion", f"data: {json.dumps({**LLAMA_END, 'stop': False})}\n\n", False),
+    ("/completion", f"data: {json.dumps({'error': LLAMA_ERROR})}\n\n", False),
+])  # fmt: skip
+def test_streams_of_other_engines_apis(path, content, fine):
+    response = httpx.Response(200, text=content)
+    assert (JUDGE.malformed(path, b'{"prompt": "a", "stream": true}', response) is None) == fine

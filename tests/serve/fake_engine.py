@@ -46,6 +46,9 @@ class FakeTokenizer:
         text.encode()  # as a real one, no lone surrogates
         return [1] * add_special_tokens + [ord(character) for character in text]
 
+    def spelling(self, ids: Sequence[int]) -> list[str]:
+        return [f"'{chr(token)}'" for token in ids]
+
     def least_tokens(self, text: str) -> int:
         return 0
 

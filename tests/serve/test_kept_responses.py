@@ -149,7 +149,7 @@ def test_the_oldest_make_room_and_files_do_not(tmp_path):
         if kept:
             assert store.get("a", "response", id).value == {"text": "x" * 8_000}
         else:
-            with pytest.raises(ApiError, match="no response 'r1'"):
+            with pytest.raises(ApiError, match="Response with id 'r1' not found"):
                 store.get("a", "response", id)
     store.put("b", "response", "r0", {})  # another's are not touched
     store.put("a", "batch", "old", {})  # one that has ended makes room, too

@@ -5,10 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 
+import httpx
 import pytest
 from fake_engine import REPLY
+from http_server import http_server
 from replies import events
 from test_serve_errors import error_of
+
+from shadowkv.serve.app import build_app
+from shadowkv.serve.http.settings import ServerSettings
+
+LONG = "a" * 250
+
+MANY = ["".join(map(chr, range(start, start + 100))) for start in range(200, 1400, 100)]
+"""Texts of more tokens than may be biased."""
 
 
 def test_a_text_is_generated(call, engine):
@@ -56,11 +66,20 @@ def test_events_have_all_of_a_text_until_then(call):
     [
         ("/generate", {}, "text"),
         ("/generate", {"text": "Hi", "input_ids": [1]}, "text"),
+        ("/generate", {"text": ["Hi", 1]}, "text"),
+        ("/generate", {"text": [72]}, "text"),
+        ("/generate", {"input_ids": "Hi"}, "input_ids"),
+        ("/generate", {"input_ids": [[1], "Hi"]}, "input_ids"),
         ("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ("/generate", {"text": "Hi", "sampling_params": {"stop_regex": "a"}}, "stop_regex"),
         ("/completion", {"prompt": "Hi", "n_predict": -3}, "n_predict"),
         ("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}}, "prompt"),
-        ("/completion", {"prompt": "Hi", "logit_bias": [["a", 1]]}, "logit_bias"),
+        ("/completion", {"prompt": {"prompt_string": ["Hi", "you"]}}, "prompt"),
+        ("/completion", {"prompt": [{"prompt": "Hi"}]}, "prompt"),
+        ("/completion", {"prompt": "Hi", "logit_bias": [["a", "b"]]}, "logit_bias"),
+        ("/completion", {"prompt": "Hi", "logit_bias": [["a" * 8193, 1]]}, "logit_bias"),
+        ("/completion", {"prompt": "Hi", "logit_bias": "a"}, "logit_bias"),
+        ("/completion", {"prompt": "Hi", "logit_bias": [[text, 1] for text in MANY]}, "logit_bias"),
         ("/completion", {"prompt": "Hi", "mirostat": 2}, "mirostat"),
     ],
 )
@@ -79,6 +98,40 @@ def test_a_completion_says_how_it_came_about(call, engine):
     timings = answer["timings"]
     assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (2, 1, 3)
     assert answer["completion_probabilities"][0]["top_logprobs"][0]["id"] == 72
+
+
+@pytest.mark.parametrize("biases", [[["ab", 2], [97, 1], ["c", False]], {"ab": 2, "97": 1, "c": False}])
+def test_a_bias_is_of_a_token_or_of_a_texts_tokens(call, engine, biases):
+    assert call("POST", "/completions", json={"prompt": "Hi", "logit_bias": biases}).is_success
+    assert engine.params[0].logit_bias == {97: 2, 98: 2, 99: -100}
+
+
+def test_an_ignored_end_is_among_the_biases(call, engine):
+    engine.tokenizer.eos_token_ids = {3, 2}
+    answer = call("POST", "/completion", json={"prompt": "Hi", "n_predict": 2, "ignore_eos": True}).json()
+    assert answer["generation_settings"]["logit_bias"] == [{"token": 2, "bias": None}, {"token": 3, "bias": None}]
+
+
+def test_events_with_probabilities_have_one_token(call):
+    answer = call("POST", "/completion", json={"prompt": "Hi", "n_probs": 2, "stream": True})
+    *parts, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line)
+    scores = [part["completion_probabilities"] for part in parts]
+    assert [one["id"] for (one,) in scores] == [ord(letter) for letter in REPLY]
+    assert "".join(part["content"] for part in parts) == REPLY and "completion_probabilities" not in last
+
+
+def test_errors_of_llama_cpps_paths_have_its_types(engine):
+    app = build_app(engine, "fake", ServerSettings(api_key=("k",)))
+    with http_server(app) as url:
+        key = {"Authorization": "Bearer k"}
+        for status, kind, answer in (
+            (401, "authentication_error", httpx.post(f"{url}/completions", json={"prompt": "Hi"})),
+            (400, "invalid_request_error", httpx.post(f"{url}/completion", json={}, headers=key)),
+            (404, "not_found_error", httpx.post(f"{url}/completion", json={"prompt": "", "model": "x"}, headers=key)),
+            (400, "exceed_context_size_error", httpx.post(f"{url}/completion", json={"prompt": LONG}, headers=key)),
+        ):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (status, status, kind)
 
 
 def test_a_completion_without_a_length_has_the_servers_default(call, engine):

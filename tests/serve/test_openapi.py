@@ -14,10 +14,13 @@ from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.app import build_app
 from shadowkv.serve.batch import file_routes, message_routes, routes
+from shadowkv.serve.bodies.api_error import LLAMA_PATHS
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, RANGES
 from shadowkv.serve.http import status_routes
 from shadowkv.serve.http.routing import Error
 from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.native import routes as native_routes
+from shadowkv.serve.native.routes import LlamaError
 from shadowkv.serve.openai import answers
 from shadowkv.serve.page.routes import ServerStats
 from shadowkv.serve.responses.answers import Response
@@ -29,9 +32,13 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("POST", "/v1/completions", {"prompt": "Hi", "max_tokens": 2}, answers.Completion),
     ("POST", "/v1/chat/completions", CHAT, answers.ChatCompletion),
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+    ("POST", "/v1/chat/completions", {**CHAT, "verbose": True}, answers.ChatCompletion),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, Response),
+    ("POST", "/v1/responses", {"input": "Hi", "enable_response_messages": True}, Response),
     ("POST", "/v1/messages", {**CHAT, "max_tokens": 3}, MessagesAnswer),
     ("POST", "/v1/messages/count_tokens", CHAT, TokenCount),
+    ("POST", "/v1/chat/completions/input_tokens", CHAT, answers.InputTokens),
+    ("POST", "/apply-template", CHAT, native_routes.Template),
     ("POST", "/tokenize", {"prompt": "Hi", "return_token_strs": True}, answers.Tokenized),
     ("POST", "/tokenize", CHAT, answers.Tokenized),
     ("POST", "/detokenize", {"tokens": [72, 105]}, answers.Detokenized),
@@ -82,6 +89,12 @@ ERRORS = [
     (404, "POST", "/v1/responses", {"input": "Hi", "model": "other"}),
     (413, "POST", "/v1/responses", {"input": "Hi" * 1000}),
     (400, "POST", "/v1/embeddings", {"input": "Hi"}),
+    (400, "POST", "/completion", {}),
+    (404, "POST", "/completions", {"prompt": "Hi", "model": "other"}),
+    (500, "POST", "/completion", {"prompt": "BUG"}),
+    (503, "POST", "/completion", {"prompt": "BUSY"}),
+    (413, "POST", "/apply-template", {"messages": "Hi" * 1000}),
+    (400, "POST", "/generate", {}),
     (400, "POST", "/v1/messages", CHAT),
     (404, "POST", "/v1/messages/count_tokens", {**CHAT, "model": "other"}),
     (413, "POST", "/v1/messages", {**CHAT, "system": "Hi" * 1000}),
@@ -130,7 +143,8 @@ def test_errors_are_as_documented(status, method, url, body, engine, paths):
     app.state.bodies.close()
     app.state.store.close()
     assert answer.status_code == status
-    error = MessagesError if url.startswith("/v1/messages") else Error
+    of_llama = LlamaError if url in LLAMA_PATHS else Error
+    error = MessagesError if url.startswith("/v1/messages") else of_llama
     error.model_validate(answer.json(), strict=True)
     schema = documented(paths, method, url)[str(status)]["content"]["application/json"]["schema"]
     assert schema == {"$ref": f"#/components/schemas/{error.__name__}"}

@@ -167,7 +167,7 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tm
     lines = [line(str(i), prompt="Hi") for i in range(12)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))  # as a full disk: the write is short, the next one fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3500, hard))  # as a full disk: the write is short, the next one fails
     try:
         assert run(lines, concurrency=2) == 1
     finally:

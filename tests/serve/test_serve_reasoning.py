@@ -69,3 +69,11 @@ def test_thoughts_are_sent_back_to_the_template(ask):
 def test_an_unknown_parser():
     with pytest.raises(ValueError, match="reasoning_parser='x' must be one of deepseek_r1, qwen3, glm45"):
         ServerSettings(reasoning_parser="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_thoughts_are_counted(ask, stream):
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = ask("<think>So.</think>Yes", include_reasoning=False, **options)
+    usage = (events(answer)[-1] if stream else answer.json())["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("So.</think")}

@@ -31,7 +31,9 @@ def test_tokenize(call):
         "token_strs": None,
     }
     strings = ask(prompt="Hi", add_special_tokens=False, return_token_strs=True, model="fake").json()
-    assert strings["tokens"] == [72, 105] and strings["token_strs"] == ["H", "i"]
+    assert strings["tokens"] == [72, 105] and strings["token_strs"] == ["'H'", "'i'"]
+    pieces = ask(prompt="Hi", add_special_tokens=False, with_pieces=True).json()
+    assert (pieces["count"], pieces["tokens"]) == (2, [{"id": 72, "piece": "H"}, {"id": 105, "piece": "i"}])
     messages = [{"role": "user", "content": "Hi"}]
     whole = "".join(map(chr, ask(messages=messages).json()["tokens"]))
     assert whole == "<user>Hi<assistant>"

@@ -132,6 +132,11 @@ class Tokenizer:
         """Every token as the tokeniser writes it -> its id."""
         return self.backend.get_vocab(with_added_tokens=True)
 
+    def spelling(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the tokeniser writes it, which is not always text: " a" may be "Ġa" or "▁a"; nothing for an id
+        that it does not know."""
+        return [self.backend.id_to_token(token) or "" for token in ids]
+
     @property
     def is_byte_level(self) -> bool:
         """Whether tokens are bytes in GPT-2's alphabet rather than SentencePiece's text with byte fallback."""

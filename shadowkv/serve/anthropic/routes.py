@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
 from shadowkv.serve.bodies.api_error import MESSAGES_URL
-from shadowkv.serve.http.owners import current_tenant
-from shadowkv.serve.http.replies import encoded_event, reply
+from shadowkv.serve.http.replies import encoded_event
 from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.openai.chats import EventChat
+from shadowkv.serve.openai.chats import EventChat, count_tokens
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.jobs import Job
-from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
+from shadowkv.serve.text.tokenization import tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -56,12 +54,6 @@ def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Res
     )
     async def post_count_tokens(body: Prompt, request: Request) -> Response:
         check_model(body.model, respond.served_name)
-        limit, size = tokenize_limit(engine.max_model_len), sum(endpoint.sizes(body.chat))
-
-        async def count() -> Response:
-            (prompt,) = await in_turn(current_tenant(), size, lambda: endpoint.prompts(body.chat, limit))
-            return JSONResponse({"input_tokens": len(prompt)})
-
-        return await reply(request, count)
+        return await count_tokens(endpoint, body.chat, tokenize_limit(engine.max_model_len), request)
 
     return router

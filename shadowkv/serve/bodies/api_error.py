@@ -1,6 +1,7 @@
 """The error that clients of the OpenAI API expect: ``{"error": {"message", "type", "param", "code"}}`` and a status.
 
-Clients of Anthropic's API, at its paths, expect another: ``{"type": "error", "error": {"type", "message"}}``.
+Clients of Anthropic's API, at its paths, expect another: ``{"type": "error", "error": {"type", "message"}}``. At
+llama.cpp's own paths types are llama.cpp's, and the code is the status.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ MESSAGES_KINDS = {
     504: "timeout_error",
 }
 """Anthropic's error types by status; two more cover all other statuses."""
+
+OWN_KINDS = frozenset(("refused", "wrong", "unsupported", "response_format"))
+"""Types of errors of our own validators, which say nothing that the message does not."""
+
+LLAMA_PATHS = frozenset(("/completion", "/completions", "/apply-template", "/props", "/slots"))
+"""llama.cpp's own."""
+
+LLAMA_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+"""llama.cpp's error types by status; two more cover all other statuses, and one a prompt that is too long."""
 
 MAX_CHARS = 800
 """Limit for a message and for a parameter's name: either may quote the request."""
@@ -70,7 +85,12 @@ class ApiError(Exception):
             kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.counts}}
+        code: str | int | None = self.code
+        if path in LLAMA_PATHS:
+            too_long = self.code == "context_length_exceeded"
+            kind = "exceed_context_size_error" if too_long else LLAMA_KINDS.get(self.status, kind)
+            code = self.status
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code, **self.counts}}
 
 
 def server_stopping() -> ApiError:
@@ -83,14 +103,15 @@ def _short(text: str) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """One error for everything that pydantic found; its ``param`` is that of the first."""
+    """One error for everything that pydantic found; ``param`` and ``code``, pydantic's type, are the first one's."""
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
         reasons.append(f"{param}: {reason}" if param else reason)
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")
-    return ApiError("; ".join(reasons), param=_param(errors[0]))
+    kind = errors[0]["type"]
+    return ApiError("; ".join(reasons), param=_param(errors[0]), code=None if kind in OWN_KINDS else kind)
 
 
 def _given(error: Any) -> str:

@@ -63,6 +63,8 @@ MAX_BAD_WORDS = 256
 
 MAX_LOGIT_BIASES = 1_024
 """Entries of ``logit_bias`` (OpenAI: 300): each is added to the logits at every step."""
+MAX_BIASED_CHARS = 8_192
+"""Of all texts whose tokens llama.cpp's ``logit_bias`` means: they are tokenised while all else waits."""
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """Pairs of ``metadata`` that an answer repeats, and the characters of each, as in the OpenAI API."""

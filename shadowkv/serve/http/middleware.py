@@ -36,8 +36,8 @@ logger = logging.getLogger("shadowkv.serve.request_log")  # the name that the lo
 MAX_FIELD_CHARS = 200
 """Limit for what a client influences: its address behind a proxy, the method and the path."""
 
-UNPREFIXED = re.compile(r"/(chat/completions|completions|models|responses)(/.*)?")
-"""Paths that are those of the OpenAI API but for the ``/v1`` before them."""
+UNPREFIXED = re.compile(r"/(chat/completions|models|responses)(/.*)?")
+"""Paths that are those of the OpenAI API but for the ``/v1`` before them; ``/completions`` is llama.cpp's own."""
 
 OPEN_PATHS = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
 """Paths for probes and monitoring, which need no key."""

@@ -93,6 +93,7 @@ class ServerSettings:
     enable_per_request_metrics: bool = False
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
+    ui: bool = True
 
     def __post_init__(self) -> None:
         bad = [
@@ -240,6 +241,8 @@ class ServerSettings:
         group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
+        text = "the page at /, and what it alone asks for (default: there is one)"
+        group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=None, help=text)
         text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
         group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
@@ -249,7 +252,11 @@ class ServerSettings:
                 "that requests may name, '*': any (default: this machine's own names where there "
                 "are no keys and --host is one of them, else any)",
             ),
-            ("--allowed-origins", "ORIGIN", "whose pages may ask, '*': all (CORS; default: none)"),
+            (
+                "--allowed-origins",
+                "ORIGIN",
+                "whose pages may ask, '*': all, 'localhost': this machine's on any port (CORS; default: none)",
+            ),
             ("--allowed-methods", "METHOD", "that they may use (default: all)"),
             ("--allowed-headers", "HEADER", "that they may send (default: all)"),
         ):

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import PrivateAttr, ValidationError
+from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from shadowkv.serve.bodies.api_error import from_validation
+from shadowkv.serve.bodies.parameters import complete
 from shadowkv.serve.openai.completions import Completions
-from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, TextRequest
 
 
@@ -21,6 +21,15 @@ class NativeCompletion(CompletionRequest):
         return self.max_tokens
 
 
+def _described(schema: dict[str, Any]) -> None:
+    """Pydantic's ``json_schema_extra``: what is handed on to a completion is described as it is there."""
+    known = CompletionRequest.model_json_schema()["properties"]
+    for name, value in schema["properties"].items():
+        if name in known and not value.keys() & {"type", "anyOf", "$ref"}:
+            value.update({key: part for key, part in known[name].items() if key not in ("title", "default")})
+    complete(schema)
+
+
 class NativeRequest(TextRequest):
     """A body that is converted to a completion.
 
@@ -29,6 +38,8 @@ class NativeRequest(TextRequest):
     """
 
     names: ClassVar[Mapping[str, str]]
+
+    model_config = ConfigDict(json_schema_extra=_described)
 
     _completion: CompletionRequest | None = PrivateAttr(None)
 
@@ -58,10 +69,3 @@ class NativeCompletions(Completions):
 
     def new_id(self, body: NativeRequest, request_id: str | None) -> str:
         return super().new_id(body.completion, request_id)
-
-
-def seconds_of(job: Job, index: int) -> tuple[float, float]:
-    """How long a choice's prompt took, from when work on it began, and its tokens after the first."""
-    times = job.last_outputs[index].times
-    first = times.first_token or times.arrival
-    return first - (times.scheduled or times.arrival), (times.last_token or first) - first

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from shadowkv.engine.outputs import TokenLogprobs
+from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import Name, refusal
-from shadowkv.serve.bodies.limits import MAX_LOGIT_BIASES
+from shadowkv.serve.bodies.limits import MAX_BIASED_CHARS, MAX_LOGIT_BIASES
 from shadowkv.serve.http.replies import Events
-from shadowkv.serve.native.converted import NativeCompletions, NativeRequest, seconds_of
-from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.native.converted import NativeCompletions, NativeRequest
+from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
 from shadowkv.serve.openai.logprobs import LOWEST, token_text
+from shadowkv.serve.openai.protocol import GenerationRequest
 
 NAMES = MappingProxyType({"max_tokens": "n_predict", "logprobs": "n_probs"})
+
+PATHS = ("/completion", "/completions")
+"""Where it is served."""
 
 SAMPLING = (
     ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt")
@@ -32,16 +38,25 @@ MAX_FIELDS = 64
 """Most ``response_fields``."""
 
 
+PROMPT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {}},
+        {"type": "object", "properties": {"prompt_string": {"type": "string"}}, "required": ["prompt_string"]},
+    ]
+}
+
+
 class LlamaRequest(NativeRequest):
     """Body of ``/completion``."""
 
     names = NAMES
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     n_predict: int = -1
     n_probs: int = 0
     repeat_penalty: float | None = None
-    logit_bias: Any = None
+    logit_bias: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {}}]})] = None
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[Name] = Field([], max_length=MAX_FIELDS, fail_fast=True)
@@ -58,18 +73,25 @@ class LlamaRequest(NativeRequest):
     grammar: Any = None
     json_schema: Any = None
     return_progress: Any = None
+    _text_biases: list[tuple[str, float]] = PrivateAttr([])
+
+    @property
+    def text_biases(self) -> list[tuple[str, float]]:
+        """Those of ``logit_bias`` that name their tokens by a text."""
+        return self._text_biases
 
     def as_completion(self) -> dict[str, Any]:
         if self.n_predict < -1:
             raise refusal("n_predict", f"n_predict must be at least -1, not {self.n_predict}")
         seed = None if self.seed == -1 else self.seed  # -1 is a drawn one
+        biases, self._text_biases = _biases(self.logit_bias)
         return {
             **{name: getattr(self, name) for name in SAMPLING},
             "seed": seed,
             "prompt": _prompts(self.prompt),
             "max_tokens": None if self.n_predict == -1 else self.n_predict,
             "repetition_penalty": self.repeat_penalty,
-            "logit_bias": _biases(self.logit_bias),
+            "logit_bias": biases,
             "logprobs": self.n_probs or None,
             "return_token_ids": True,
         }
@@ -80,33 +102,64 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise refusal("prompt", "multimodal_data is not supported: this server reads text")
-        return value.get("prompt_string")
+        if not isinstance(text := value.get("prompt_string"), str):
+            raise refusal("prompt", "a prompt that is an object needs a prompt_string, a text")
+        return text
     if isinstance(value, list) and not all(isinstance(item, int) for item in value):
         return [_prompts(item) if isinstance(item, dict) else item for item in value]
     return value
 
 
-def _biases(value: Any) -> Any:
-    """llama.cpp's list of pairs as OpenAI's object; false is minus infinity, for which -100 stands there."""
-    if not isinstance(value, list):
-        return value
+def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
+    """llama.cpp's biases as OpenAI's object, and those of texts. They are pairs, in a list or an object: a token's id,
+    or a text whose tokens are meant, and a number; false is minus infinity, for which -100 stands there."""
+    if value is None:
+        return None, []
+    if not isinstance(value, list | dict):
+        raise refusal(
+            "logit_bias", "logit_bias must be a list of pairs of a token or a text and a number, or an object"
+        )
     if len(value) > MAX_LOGIT_BIASES:
-        raise refusal("logit_bias", f"{len(value)} token ids are too many; at most {MAX_LOGIT_BIASES} are allowed")
+        raise refusal("logit_bias", f"{len(value)} tokens are too many; at most {MAX_LOGIT_BIASES} are allowed")
     biases: dict[str, Any] = {}
-    for pair in value:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int)):
-            raise refusal("logit_bias", "logit_bias must be pairs of a token id and a number, or false")
-        biases[str(pair[0])] = -100 if pair[1] is False else pair[1]
-    return biases
+    texts: list[tuple[str, float]] = []
+    for pair in value.items() if isinstance(value, dict) else value:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) in (int, str)):
+            raise refusal("logit_bias", "logit_bias must be pairs of a token, or a text, and a number, or false")
+        token, bias = pair[0], -100 if pair[1] is False else pair[1]
+        if isinstance(token, int) or (token.isascii() and token.isdigit()):
+            biases[str(token)] = bias
+        elif type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise refusal("logit_bias", "logit_bias: a text needs a number between -100 and 100, or false")
+        else:
+            texts.append((token, bias))
+    if (characters := sum(len(text) for text, _ in texts)) > MAX_BIASED_CHARS:
+        reason = f"{characters} characters of texts are too many; at most {MAX_BIASED_CHARS} are allowed"
+        raise refusal("logit_bias", f"logit_bias: {reason}")
+    return biases, texts
 
 
 class LlamaCompletions(NativeCompletions):
     """The endpoint."""
 
-    url = "/completion"
+    url = PATHS[0]
     request_type = LlamaRequest
     id_prefix = "cmpl-"
     names = NAMES
+
+    def request(self, body: NativeRequest) -> GenerationRequest:
+        assert isinstance(body, LlamaRequest)
+        biases = dict(body.completion.logit_bias)
+        for text, bias in body.text_biases:
+            try:
+                tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            except ValueError as error:  # text that is not valid UTF-8
+                raise ApiError(str(error), param="logit_bias") from error
+            biases |= dict.fromkeys(tokens, bias)
+            if len(biases) > MAX_LOGIT_BIASES:
+                reason = f"logit_bias means more than {MAX_LOGIT_BIASES} tokens, which are allowed"
+                raise ApiError(reason, param="logit_bias")
+        return body.completion.model_copy(update={"logit_bias": biases}) if body.text_biases else body.completion
 
     async def answer(self, job: Job) -> Any:
         """An answer, or a list of them where there are several prompts."""
@@ -114,7 +167,7 @@ class LlamaCompletions(NativeCompletions):
         return answers if len(answers) > 1 else answers[0]
 
     def stream(self, job: Job) -> Events:
-        return Events(self._events(job), end=b"")
+        return Events(self._events(job), partial(ApiError.body, path=self.url), end=b"")
 
     async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """Pieces of text, and for each prompt a last event that has everything but the text."""
@@ -123,14 +176,15 @@ class LlamaCompletions(NativeCompletions):
             async for piece in pieces:
                 if piece.prompt_progress is not None:
                     head = {"index": piece.index, "content": "", "tokens": [], "stop": False}
-                    yield {**head, "prompt_progress": piece.prompt_progress}
+                    more = {"timings": progress_timings(piece.prompt_progress)} if body.timings_per_token else {}
+                    yield {**head, "prompt_progress": piece.prompt_progress, **more}
                     continue
-                if piece.text or piece.logprobs:
+                for part in _parts(piece):
                     output = job.last_outputs[piece.index]
-                    part = {"index": piece.index, "content": piece.text, "tokens": list(piece.token_ids)}
+                    head = {"index": piece.index, "content": part.text, "tokens": list(part.token_ids), "stop": False}
                     counts = {"tokens_predicted": output.completion_tokens, "tokens_evaluated": output.prompt_tokens}
-                    more = {"timings": timings(job, piece.index)} if body.timings_per_token else {}
-                    yield {**part, "stop": False, "id_slot": -1, **counts, **more, **self._probabilities(piece)}
+                    more = {"timings": job.timings_of(piece.index)} if body.timings_per_token else {}
+                    yield {**head, "id_slot": -1, **counts, **more, **self._probabilities(part)}
                 if piece.finish_reason is not None:
                     end = Piece(piece.index, finish_reason=piece.finish_reason, stop_string=piece.stop_string)
                     yield self._selected(job, self._whole(job, end))
@@ -139,7 +193,11 @@ class LlamaCompletions(NativeCompletions):
         output, choice = job.last_outputs[piece.index], job.choices[piece.index]
         kind = "limit" if piece.finish_reason == "length" else "word" if piece.stop_string else "eos"
         settings = {name: getattr(choice.params, name) for name in SETTINGS}
-        biases = [{"token": token, "bias": bias} for token, bias in choice.params.logit_bias.items()]
+        biases: list[dict[str, Any]] = [
+            {"token": token, "bias": bias} for token, bias in choice.params.logit_bias.items()
+        ]
+        if choice.params.ignore_eos:  # minus infinity, which JSON does not have
+            biases += [{"token": token, "bias": None} for token in sorted(self.tokenizer.eos_token_ids)]
         return {
             "index": piece.index,
             "content": piece.text,
@@ -165,7 +223,7 @@ class LlamaCompletions(NativeCompletions):
             "truncated": False,
             "stop_type": kind,
             "stopping_word": piece.stop_string or "",
-            "timings": timings(job, piece.index),
+            "timings": job.timings_of(piece.index),
             **self._probabilities(piece),
         }
 
@@ -191,27 +249,14 @@ class LlamaCompletions(NativeCompletions):
         return {name: value for name, value in found.items() if value is not None}
 
 
-def timings(job: Job, index: int) -> dict[str, float]:
-    """How long a choice's prompt and its tokens took so far, in milliseconds, by llama.cpp's names."""
-    output = job.last_outputs[index]
-    read, written = output.prompt_tokens - output.cached_tokens, output.completion_tokens
-    prompt, answer = seconds_of(job, index)
-    return {
-        "cache_n": output.cached_tokens,
-        "prompt_n": read,
-        **_rate("prompt", read, prompt),
-        "predicted_n": written,
-        **_rate("predicted", max(0, written - 1), answer),  # the first one is the prompt's
-    }
-
-
-def _rate(name: str, steps: int, seconds: float) -> dict[str, float]:
-    milliseconds = 1000 * max(0.0, seconds)
-    return {
-        f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / steps if steps else 0.0,
-        f"{name}_per_second": 1000 * steps / milliseconds if milliseconds > 0 else 0.0,
-    }
+def _parts(piece: Piece) -> list[Piece]:
+    """What of a piece is not its end: with probabilities a part for each token, of which the last has all of the
+    text."""
+    if not piece.logprobs:
+        return [piece] if piece.text else []
+    parts = [Piece(piece.index, token_ids=[step.token_id], logprobs=[step]) for step in piece.logprobs]
+    parts[-1].text = piece.text
+    return parts
 
 
 def _field(answer: Mapping[str, Any], path: Sequence[str]) -> Any:

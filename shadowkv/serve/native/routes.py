@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -15,9 +15,9 @@ from shadowkv.serve.bodies.body import Name
 from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.http.owners import current_tenant
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, Answer, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.native.llama_cpp import LlamaCompletions, LlamaRequest
+from shadowkv.serve.native.llama_cpp import PATHS, LlamaCompletions, LlamaRequest
 from shadowkv.serve.native.sglang import Generate, GenerateRequest
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.messages import Conversation, Turns, template_input
@@ -25,6 +25,37 @@ from shadowkv.serve.text.tokenization import check_length, in_turn, tokenize_lim
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
+
+
+class LlamaErrorDetail(Answer):
+    """What is wrong, with llama.cpp's types, and the status as the code."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "unavailable_error",
+        "exceed_context_size_error",
+        "server_error",
+    ]
+    param: str | None
+    code: int
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class LlamaError(Answer):
+    """Body of every status from 400 on, of llama.cpp's own paths."""
+
+    error: LlamaErrorDetail
+
+
+class Template(Answer):
+    """Answer of ``/apply-template``."""
+
+    prompt: str
 
 
 class TemplateRequest(Conversation):
@@ -36,20 +67,23 @@ class TemplateRequest(Conversation):
 
 def native_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
     """``/generate``, ``/completion``, the prompt of a conversation, and what llama.cpp's clients ask of the server."""
-    # Their owners document them; this server's document has its own API.
-    router = APIRouter(route_class=BodyRoute, include_in_schema=False)
+    router = APIRouter(route_class=BodyRoute)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
     documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
+    of_llama = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=LlamaError)
 
     @router.post(Generate.url, response_model=None, responses=documented)
     async def post_generate(body: GenerateRequest, request: Request) -> Response:
         return await respond(generate, body, request)
 
-    @router.post(LlamaCompletions.url, response_model=None, responses=documented)
+    @router.post(PATHS[1], response_model=None, responses=of_llama)
+    @router.post(PATHS[0], response_model=None, responses=of_llama)
     async def post_completion(body: LlamaRequest, request: Request) -> Response:
         return await respond(complete, body, request)
 
-    @router.post("/apply-template", response_model=None, responses=responses(None, *FOR_EVERY_BODY))
+    @router.post(
+        "/apply-template", response_model=None, responses=responses(Template, *FOR_EVERY_BODY, error=LlamaError)
+    )
     async def post_apply_template(body: TemplateRequest, request: Request) -> Response:
         check_model(body.model, respond.served_name)
         settings.check_trust(body.chat_template)
@@ -70,7 +104,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
         return await reply(request, lambda: in_turn(current_tenant(), body.characters, apply))
 
-    @router.get("/props", response_model=None, responses=responses(None, 401, 429, 503))
+    @router.get("/props", response_model=None, responses=responses(None, 401, 429, 503, error=LlamaError))
     async def get_props() -> dict[str, Any]:
         template = engine.tokenizer.chat_template or ""
         return {
@@ -82,7 +116,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             "modalities": {"vision": False, "audio": False},
         }
 
-    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 503))
+    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
         """As many as sequences run at once; which one has which request is nobody's concern, so the first ones are
         those at work."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.serve.bodies.body import Body, Name, refusal
@@ -29,6 +29,9 @@ SAMPLING = frozenset(
 """Parameters that a completion has by the same name."""
 
 
+ONE_OR_MORE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
 class GenerateSampling(Body):
     """``sampling_params``; what is not named here is checked as a completion's parameter of the same name."""
 
@@ -42,8 +45,8 @@ class GenerateRequest(NativeRequest):
 
     names = NAMES
 
-    text: Any = None
-    input_ids: Any = None
+    text: Annotated[Any, WithJsonSchema(ONE_OR_MORE)] = None
+    input_ids: Annotated[Any, WithJsonSchema({"type": "array", "items": {}})] = None
     sampling_params: dict[str, Any] = Field({})
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -53,6 +56,12 @@ class GenerateRequest(NativeRequest):
     def as_completion(self) -> dict[str, Any]:
         if (self.text is None) == (self.input_ids is None):
             raise refusal("text", "pass either text or input_ids")
+        texts = self.text if isinstance(self.text, list) else [self.text]
+        if self.text is not None and not all(isinstance(text, str) for text in texts):
+            raise refusal("text", "text must be a string or a list of strings")
+        ids = self.input_ids
+        if ids is not None and not (isinstance(ids, list) and not any(isinstance(one, str) for one in ids)):
+            raise refusal("input_ids", "input_ids must be a list of token ids, or a list of such lists")
         sampling = GenerateSampling.model_validate(
             {name: value for name, value in self.sampling_params.items() if name not in SAMPLING}
         )

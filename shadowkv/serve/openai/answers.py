@@ -18,13 +18,20 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    """How many of an answer's tokens are thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
-    """Token counts."""
+    """Token counts; the last one where thoughts are told apart."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class KVTransfer(Answer):
@@ -43,6 +50,21 @@ class RequestMetrics(Answer):
     queue_time_ms: float
     mean_itl_ms: float = 0.0
     tokens_per_second: float
+
+
+class Timings(Answer):
+    """How long a first choice's prompt and its tokens took, in milliseconds, by llama.cpp's names; its first token is
+    the prompt's."""
+
+    cache_n: int
+    prompt_n: int
+    predicted_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 FinishReason = Literal["stop", "length", "repetition"]
@@ -91,6 +113,7 @@ class Generated(Answer, Generic[Kind, Choice]):
     system_fingerprint: str
     kv_transfer_params: KVTransfer | None = None
     metrics: RequestMetrics | None = None
+    timings: Timings
 
 
 class PromptLogprob(Answer):
@@ -200,19 +223,39 @@ class ChatChoice(Ended):
     selections: Selections = Field([])
 
 
+class Verbose(Answer):
+    """The prompt as the model reads it."""
+
+    prompt: str
+
+
 class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
     """Answer of ``/v1/chat/completions``."""
 
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    verbose: Verbose | None = Field(None, alias="__verbose")
+
+
+class InputTokens(Answer):
+    """Answer of ``/v1/chat/completions/input_tokens``, which is llama.cpp's."""
+
+    input_tokens: int
+
+
+class TokenPiece(Answer):
+    """A token and its text."""
+
+    id: int
+    piece: str
 
 
 class Tokenized(Answer):
-    """Answer of ``/tokenize``."""
+    """Answer of ``/tokenize``: ``token_strs`` are tokens as the vocabulary writes them, as in vLLM."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] | None
 
 

@@ -9,14 +9,18 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.replies import Events
+from shadowkv.serve.http.owners import current_tenant
+from shadowkv.serve.http.replies import Events, reply
 from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
-from shadowkv.serve.text.tokenization import check_length
+from shadowkv.serve.text.tokenization import check_length, check_prompt, in_turn
 from shadowkv.serve.text.tool_formats import Listed, Named, ToolFormat
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
@@ -31,6 +35,9 @@ class Chat(Endpoint):
         return [request.characters]
 
     def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
+        if request.remote_prompt is not None:
+            check_prompt(self.tokenizer, request.remote_prompt, limit, "kv_transfer_params")
+            return [request.remote_prompt.tolist()]
         try:
             check = partial(check_length, self.tokenizer, limit, "messages")
             turns, variables = template_input(request, self.tokenizer.chat_template)
@@ -96,6 +103,16 @@ class Chat(Endpoint):
         """Whether an answer is in the model's format even where it calls nothing."""
         known = self.format_of(request)
         return known is not None and known.reasoning is not None and request.output_schema is None
+
+
+async def count_tokens(endpoint: Chat, chat: ChatRequest, most: int, request: Request) -> Response:
+    """How many tokens a chat's prompt has; one of many more than ``most`` is refused."""
+
+    async def count() -> Response:
+        (prompt,) = await in_turn(current_tenant(), chat.characters, lambda: endpoint.prompts(chat, most))
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    return await reply(request, count)
 
 
 class EventOutput(Protocol):

@@ -19,11 +19,11 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_TEXT_CHA
 from shadowkv.serve.http.replies import Events
 from shadowkv.serve.openai.chats import Chat
 from shadowkv.serve.openai.endpoint import Endpoint
-from shadowkv.serve.openai.jobs import Job, Piece
+from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
 from shadowkv.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from shadowkv.serve.openai.messages import Turns
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, TextRequest
-from shadowkv.serve.text.tokenization import encode, too_long
+from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
@@ -58,7 +58,7 @@ class Choices(Endpoint):
         shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
         nulls = {"service_tier": None, "kv_transfer_params": None}
         end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
-        return {**job.head(self.kind), **nulls, **shaped, **end, **self._metrics(job)}
+        return {**job.head(self.kind), **nulls, **shaped, **end, **self._metrics(job), "timings": job.timings_of(0)}
 
     def _metrics(self, job: Job) -> dict[str, Any]:
         return {"metrics": job.metrics_of(0)} if self.settings.enable_per_request_metrics else {}
@@ -73,6 +73,13 @@ class Choices(Endpoint):
         head = job.head(self.chunk_kind)
         first: dict[str, Any] = self.about(job)
 
+        def timings(piece: Piece, is_last: bool) -> dict[str, Any]:
+            if not (is_last or job.request.timings_per_token):
+                return {}
+            if piece.prompt_progress is not None:
+                return {"timings": progress_timings(piece.prompt_progress)}
+            return {"timings": job.timings_of(piece.index)}
+
         def usage(index: int, has_begun: bool = True) -> dict[str, Any]:
             if not with_usage:
                 return {}
@@ -82,7 +89,8 @@ class Choices(Endpoint):
             async for piece in pieces:
                 if piece.prompt_progress is not None:
                     choices, progress = self.delta(job, piece), piece.prompt_progress
-                    yield {**head, **usage(piece.index), "choices": choices, "prompt_progress": progress}
+                    more = {"prompt_progress": progress, **timings(piece, is_last=False)}
+                    yield {**head, **usage(piece.index), "choices": choices, **more}
                     continue
                 slow = piece.first and job.echo
                 *begin, choice = await asyncio.to_thread(self.delta, job, piece) if slow else self.delta(job, piece)
@@ -91,11 +99,11 @@ class Choices(Endpoint):
                     first = {}
                 is_last = piece.finish_reason is not None and not with_usage
                 last = {"system_fingerprint": fingerprint(job)} if is_last else {}
-                yield {**head, **usage(piece.index), **first, **last, "choices": [choice]}
+                yield {**head, **usage(piece.index), **first, **last, "choices": [choice], **timings(piece, is_last)}
                 first = {}
         if with_usage:
             end = {"usage": job.usage(), "system_fingerprint": fingerprint(job)}
-            yield {**head, "choices": [], **end, **self._metrics(job)}
+            yield {**head, "choices": [], **end, **self._metrics(job), "timings": job.timings_of(0)}
 
     def as_ids(self, job: Job) -> bool:
         """Whether log-probabilities have the ids of tokens instead of their texts."""
@@ -141,8 +149,8 @@ class Completions(Choices):
 
     def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
         for prompt in request.prompt:
-            if not isinstance(prompt, str) and len(prompt) > limit:
-                raise too_long(f"the prompt has {len(prompt)}", "prompt", len(prompt), limit)
+            if not isinstance(prompt, str):
+                check_prompt(self.tokenizer, prompt, limit, "prompt")
         special = request.add_special_tokens is not False
         try:
             return [
@@ -220,6 +228,9 @@ class ChatCompletions(Chat, Choices):
             whole["prompt_logprobs"] = prompt_logprobs(self.tokenizer, scores)
         if request.return_token_ids:
             whole["prompt_token_ids"] = job.choices[0].prompt_token_ids
+        if request.verbose:
+            prompt = self.tokenizer.decode(job.choices[0].prompt_token_ids, skip_special_tokens=False)
+            whole["__verbose"] = {"prompt": prompt}
         return whole
 
     def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
@@ -277,7 +288,8 @@ class ChatBatchRequest(ChatRequest):
     def _check_batch(self) -> ChatBatchRequest:
         at_most(MAX_TEXT_CHARS, "characters", sum(chat.characters for chat in self.chats))
         absent = {name: not getattr(self, name) for name in ("stream", "tools", "echo")}
-        for name, fine in {"n": self.n == 1, **absent}.items():
+        one_prompt = {"kv_transfer_params.prompt_token_ids": self.remote_prompt is None}
+        for name, fine in {"n": self.n == 1, **absent, **one_prompt}.items():
             if not fine:
                 reason = "a batch of chats has one choice for each conversation, whole, without tools"
                 raise refusal(name, f"{name} is not supported here: {reason}")

@@ -18,6 +18,7 @@ from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
+from shadowkv.serve.http.load_report import load_report
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, encode_json, reply
@@ -124,7 +125,8 @@ class Responder:
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
             # Log-probabilities of a long prompt are megabytes, which take json ten times as long.
-            return Response(encode_json(await endpoint.answer(job)), media_type="application/json")
+            content = encode_json(await endpoint.answer(job))
+            return Response(content, headers=await load_report(request, job.engine), media_type="application/json")
 
         return await reply(request, answer)
 

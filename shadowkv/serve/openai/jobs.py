@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -136,10 +136,7 @@ class Job:
                 if output.is_progress:
                     continue
                 logprobs = (output.logprobs or []) if wants_logprobs else None
-                piece = self._read(index, output.text, output.finish_reason)
-                reasoning = self.reasoning[index]
-                if reasoning is not None and reasoning.is_thinking:
-                    self.thinking_tokens += len(output.token_ids)
+                piece = self._read(index, *self._split(index, output), output.finish_reason)
                 piece.selections = output.selections
                 ids = output.token_ids if self.request.return_token_ids else ()
                 has_content = piece.text or piece.thought or piece.calls or logprobs or piece.selections or ids
@@ -155,18 +152,22 @@ class Job:
     async def joined_pieces(self) -> list[Piece]:
         """The whole answer, a piece for each choice; raises what ``pieces`` does."""
         count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
+        thoughts: list[list[str]] = [[] for _ in range(count)]
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         selections: list[list[TokenSelections | None]] = [[] for _ in range(count)]
         token_ids: list[list[int]] = [[] for _ in range(count)]
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
-                texts[index].append(output.text)
+                thought, said = self._split(index, output)
+                thoughts[index].append(thought)
+                texts[index].append(said)
                 logprobs[index] += output.logprobs or ()
                 selections[index] += output.selections or ()
                 token_ids[index] += output.token_ids
         pieces = [
-            self._read(index, "".join(texts[index]), self.last_outputs[index].finish_reason) for index in range(count)
+            self._read(index, "".join(thoughts[index]), "".join(texts[index]), self.last_outputs[index].finish_reason)
+            for index in range(count)
         ]
         for piece in pieces:
             piece.calls = _whole_calls(piece)
@@ -181,22 +182,34 @@ class Job:
             piece.selections = selections[piece.index] if self.request.return_selections else None
         return pieces
 
-    def _read(self, index: int, text: str, end: str | None) -> Piece:
-        """More text of a choice, split into thoughts, text and calls, and how the choice has ended, if it has."""
-        reasoning, parser, last = self.reasoning[index], self.parsers[index], end is not None
-        thought, said = ("", text) if reasoning is None else reasoning.push(text, last)
+    def _split(self, index: int, output: TextOutput) -> tuple[str, str]:
+        """What of an output is thought, and what is said; the tokens of thoughts are counted."""
+        reasoning = self.reasoning[index]
+        if reasoning is None:
+            return "", output.text
+        parts = reasoning.push(output.text, output.finish_reason is not None)
+        if reasoning.is_thinking:
+            self.thinking_tokens += len(output.token_ids)
+        return parts
+
+    def _read(self, index: int, thought: str, said: str, end: str | None) -> Piece:
+        """More of a choice, what is said split into text and calls, and how the choice has ended, if it has."""
+        parser = self.parsers[index]
         if parser is None:
             return Piece(index, said, finish_reason=end, thought=thought)
-        said, calls = parser.push(said, last)
+        said, calls = parser.push(said, end is not None)
         if self.request.one_call:
             calls = [part for part in calls if part.index == 0]
         reason = "tool_calls" if end == "stop" and parser.calls else end
         return Piece(index, said, finish_reason=reason, calls=calls, thought=thought)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far; the choices of one prompt share its tokens."""
+        """Token counts so far; the choices of one prompt share its tokens. Those of thoughts are part of them where
+        thoughts are told apart."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
-        return _usage(prompts, self.last_outputs.values())
+        thinks = any(reasoning is not None for reasoning in self.reasoning)
+        thoughts = {"completion_tokens_details": {"reasoning_tokens": self.thinking_tokens}} if thinks else {}
+        return {**_usage(prompts, self.last_outputs.values()), **thoughts}
 
     def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
         """Token counts so far of one choice and its prompt, or where it has not ``has_begun`` of the prompt alone."""
@@ -220,6 +233,16 @@ class Job:
             **between,
             "tokens_per_second": tokens / (last - scheduled) if last > scheduled else 0.0,
         }
+
+    def timings_of(self, index: int) -> dict[str, float]:
+        """How long a choice's prompt and its tokens took so far, in milliseconds, by llama.cpp's names: the first token
+        is the prompt's."""
+        output = self.last_outputs[index]
+        times, written = output.times, output.completion_tokens
+        first = times.first_token or times.arrival
+        prompt, answer = first - (times.scheduled or times.arrival), (times.last_token or first) - first
+        read = output.prompt_tokens - output.cached_tokens
+        return _timings(output.cached_tokens, read, prompt, written, answer)
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begin with."""
@@ -263,6 +286,28 @@ def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
     seconds = (times.first_token or time.monotonic()) - (times.scheduled or times.arrival)
     counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": processed}
     return {**counts, "time_ms": round(1000 * max(0.0, seconds))}
+
+
+def progress_timings(progress: Mapping[str, int]) -> dict[str, float]:
+    """The timings at a ``prompt_progress``."""
+    read = progress["processed"] - progress["cache"]
+    return _timings(progress["cache"], read, progress["time_ms"] / 1000 if read else 0.0, 0, 0.0)
+
+
+def _timings(cached: int, read: int, prompt: float, written: int, answer: float) -> dict[str, float]:
+    """llama.cpp's ``timings``: of ``read`` tokens of a prompt and ``written`` ones of its answer, which took ``prompt``
+    and ``answer`` seconds."""
+    counts = {"cache_n": cached, "prompt_n": read, "predicted_n": written}
+    return {**counts, **_pace("prompt", read, prompt), **_pace("predicted", max(0, written - 1), answer)}
+
+
+def _pace(name: str, steps: int, seconds: float) -> dict[str, float]:
+    milliseconds = 1000 * max(0.0, seconds)
+    return {
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / steps if steps else 0.0,
+        f"{name}_per_second": 1000 * steps / milliseconds if milliseconds > 0 else 0.0,
+    }
 
 
 class RemotePrefill:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -218,6 +219,11 @@ class Conversation(Body):
     def has_next_turn(self) -> bool:
         """Whether the prompt ends where another turn of the assistant begins."""
         return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def remote_prompt(self) -> array[int] | None:
+        """The prompt's token ids, where another server has made them of the messages."""
+        return None
 
     @property
     def template_variables(self) -> dict[str, Any]:

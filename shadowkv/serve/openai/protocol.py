@@ -112,7 +112,7 @@ def _packed(ids: list[int]) -> Tokens:
     return array("i", ids)
 
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(Body):
@@ -174,8 +174,10 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 class KVTransferParams(Body):
     """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
-    snapshots. Fields of vLLM's connectors are dropped unread."""
+    snapshots; and the token ids of a chat's prompt, which another server has made of its messages. Fields of vLLM's
+    connectors are dropped unread."""
 
+    prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     remote_snapshots: list[SnapshotName] = Field(default=[], max_length=MAX_SNAPSHOTS, fail_fast=True)
@@ -222,6 +224,7 @@ class GenerationRequest(Sampling):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     max_tokens: int | None = None
+    n_predict: int | None = Field(None, ge=-1)
     stop: Stops = Field([])
     response_format: Annotated[str | None, PlainValidator(format_text, json_schema_input_type=ResponseFormat)] = None
     structured_outputs: StructuredOutputs | None = None
@@ -236,6 +239,7 @@ class GenerationRequest(Sampling):
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
     return_progress: bool = SamplingParams.return_progress
+    timings_per_token: bool = False
     kv_transfer_params: KVTransferParams | None = None
     request_id: Name | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)
@@ -253,6 +257,10 @@ class GenerationRequest(Sampling):
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
+        if self.n_predict not in (None, -1):  # llama.cpp's name
+            if self.max_tokens not in (None, self.n_predict):
+                raise refusal("n_predict", "n_predict and max_tokens differ; pass one of them")
+            self.max_tokens = self.n_predict
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("prompt_logprobs", "prompt_logprobs are not part of a stream: leave one of them out")
         if self.logprob_token_ids and self.alternatives is None:
@@ -426,10 +434,15 @@ class ChatRequest(GenerationRequest, Conversation):
     top_logprobs: int | None = None
     include_reasoning: bool = True
     echo: bool = False
+    verbose: bool = False
     verbosity: Literal["medium"] = "medium"
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
+        if self.remote_prompt is not None and not self.remote_prompt:
+            raise refusal(
+                "kv_transfer_params.prompt_token_ids", "kv_transfer_params.prompt_token_ids must not be empty"
+            )
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -448,6 +461,10 @@ class ChatRequest(GenerationRequest, Conversation):
                 "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
             )
         return self
+
+    @property
+    def remote_prompt(self) -> Tokens | None:
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def echoed(self) -> str:

@@ -22,13 +22,21 @@ from shadowkv.serve.http.routing import (
     responses,
 )
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.openai.answers import ChatCompletion, Completion, Detokenized, Tokenized, TokenizerInfo
+from shadowkv.serve.openai.answers import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    InputTokens,
+    Tokenized,
+    TokenizerInfo,
+)
+from shadowkv.serve.openai.chats import count_tokens
 from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.logprobs import token_text
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
-from shadowkv.serve.text.tokenization import check_length, encode, in_turn, tokenize_limit
+from shadowkv.serve.text.tokenization import check_length, check_tokens, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -57,7 +65,8 @@ class Invocation(Body):
 
 
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/v1/completions``, ``/v1/chat/completions``, batches of these, and either at ``/invocations``."""
+    """``/v1/completions``, ``/v1/chat/completions``, batches of these and counts of their tokens, and either at
+    ``/invocations``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
     chat_batches = ChatBatches(engine.tokenizer, settings)
@@ -80,6 +89,14 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     async def post_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
         return await respond(chat_batches, body, request)
 
+    @router.post(
+        f"{ChatCompletions.url}/input_tokens", response_model=None, responses=responses(InputTokens, *FOR_EVERY_BODY)
+    )
+    async def post_input_tokens(body: ChatRequest, request: Request) -> Response:
+        check_model(body.model, respond.served_name)
+        settings.check_trust(body.chat_template)
+        return await count_tokens(chats, body, tokenize_limit(engine.max_model_len), request)
+
     @router.post("/invocations", response_model=None, responses=responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_invocations(body: Invocation, request: Request) -> Response:
         raw = await request.body()
@@ -96,13 +113,16 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize_content(body: TokenizeRequest, content: str) -> Response:
-        """As llama.cpp: without a beginning unless that is asked for, and with each token's text if it is."""
-        tokens: list[Any] = encode(
-            tokenizer, content, tokenize_limit(engine.max_model_len), "content", add_special_tokens=body.add_special
-        )
-        if body.with_pieces:
-            tokens = [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
-        return JSONResponse({"tokens": tokens})
+        """As llama.cpp: without a beginning unless that is asked for."""
+        limit = tokenize_limit(engine.max_model_len)
+        tokens = encode(tokenizer, content, limit, "content", add_special_tokens=body.add_special)
+        return JSONResponse({"tokens": shown(body, tokens)})
+
+    def shown(body: TokenizeRequest, tokens: list[int]) -> list[Any]:
+        """With each token's text, as in llama.cpp, if that is asked for."""
+        if not body.with_pieces:
+            return tokens
+        return [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
 
     def tokenize(body: TokenizeRequest) -> Response:
         if body.content is not None:
@@ -126,17 +146,12 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
                 tokens = encode(tokenizer, text, limit, param, add_special_tokens=special is not False)
         except ValueError as error:
             raise ApiError(str(error), param=param) from error
-        strings = None
-        if body.return_token_strs:
-            strings = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        strings = tokenizer.spelling(tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": engine.max_model_len}
-        return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
+        return JSONResponse({**count, "tokens": shown(body, tokens), "token_strs": strings})
 
     def detokenize(tokens: Tokens) -> Response:
-        vocab = tokenizer.vocab_size
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < vocab:
-                raise ApiError(f"token id {token} is not in this model's vocabulary of {vocab}", param="tokens")
+        check_tokens(tokenizer, tokens, "tokens")
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         return JSONResponse({"prompt": text, "content": text})
 

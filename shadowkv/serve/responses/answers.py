@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from shadowkv.serve.http.routing import Answer
 from shadowkv.serve.openai.answers import ScoredToken
 
@@ -94,8 +96,17 @@ class ResponseFailure(Answer):
     message: str
 
 
+class RawMessage(Answer):
+    """A prompt or an answer as the model reads or writes it."""
+
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class Response(Answer):
-    """Answer of ``/v1/responses``; it repeats the request's parameters."""
+    """Answer of ``/v1/responses``; it repeats the request's parameters. The last two are there where
+    ``enable_response_messages`` asks for them."""
 
     id: str
     object: Literal["response"]
@@ -128,6 +139,8 @@ class Response(Answer):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+    input_messages: list[RawMessage] = Field([])
+    output_messages: list[RawMessage] = Field([])
 
 
 class DeletedResponse(Answer):

@@ -40,6 +40,7 @@ class ResponseOutput:
         self._is_thinking = self._thinks()
         self._new_scores: list[dict[str, Any]] = []  # of those whose text has not come yet
         self._call = -1
+        self._tokens: list[int] = []  # of the answer, where they are requested
         self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -53,13 +54,16 @@ class ResponseOutput:
                     yield self._of_response("in_progress")
                 if piece.prompt_progress is not None:  # as llama.cpp has it
                     yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
+                    continue
+                self._tokens += piece.token_ids
+                timings = {"timings": self._job.timings_of(0)} if self._job.request.timings_per_token else {}
                 for event in self._read(piece):
-                    yield event
+                    yield {**event, **timings} if event["type"].endswith(".delta") else event
                 if piece.finish_reason is not None:
                     for event in self._end(piece.finish_reason):
                         if event["type"] in ENDS and self._keep is not None:
                             await self._keep(self.answer)  # before the client knows of it and refers to it
-                        yield event
+                        yield {**event, **timings} if event["type"] in ENDS else event
 
     def failure(self, error: ApiError) -> Event:
         """The event that ends a stream that has failed."""
@@ -172,7 +176,15 @@ class ResponseOutput:
                 "total_tokens": usage["total_tokens"],
             },
         }
+        if self._job.request.return_token_ids:
+            prompt = self._job.choices[0].prompt_token_ids
+            self.answer |= {"input_messages": [self._raw(prompt)], "output_messages": [self._raw(self._tokens)]}
         yield self._of_response(status)
+
+    def _raw(self, tokens: list[int]) -> dict[str, Any]:
+        """What the model reads or writes, as vLLM's ``enable_response_messages`` has it."""
+        text = self._job.tokenizer.decode(tokens, skip_special_tokens=False)
+        return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
     # -- events ----------------------------------------------------------------------------------------------------
 

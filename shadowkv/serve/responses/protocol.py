@@ -138,6 +138,8 @@ class ResponsesRequest(Converted, Sampling):
     max_tool_calls: int | None = Field(None, ge=1)
     top_logprobs: int = Field(0, ge=0, le=20)
     return_progress: bool = False
+    timings_per_token: bool = False
+    enable_response_messages: bool = False
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     _keep: Keep | None = PrivateAttr(None)
@@ -184,6 +186,8 @@ class ResponsesRequest(Converted, Sampling):
             "reasoning_effort": self.reasoning.effort,
             **({"logprobs": True, "top_logprobs": self.top_logprobs} if LOGPROBS in self.include else {}),
             **({"stream": True, "return_progress": True} if self.stream and self.return_progress else {}),
+            "timings_per_token": self.timings_per_token,
+            "return_token_ids": self.enable_response_messages,
         }
 
     def drop(self) -> None:

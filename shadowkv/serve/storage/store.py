@@ -326,8 +326,9 @@ class Store:
 
 
 def _not_found(kind: Kind, id: str) -> ApiError:
-    text = f"there is no {kind.replace('_', ' ')} {id[:80]!r} of this API key"
-    return ApiError(f"{text}; it may have been deleted, or made room for others", status=404, code=f"{kind}_not_found")
+    text = f"{kind.replace('_', ' ').capitalize()} with id {id[:80]!r} not found"
+    reason = "this API key has none of that id; it may have been deleted, or made room for others"
+    return ApiError(f"{text}: {reason}", status=404, code=f"{kind}_not_found")
 
 
 def _remove(path: Path) -> None:

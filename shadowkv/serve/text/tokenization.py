@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
@@ -101,6 +101,22 @@ def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> Non
             reason = f"the first {end} of the {len(text)} characters are about {count} tokens"
             raise too_long(reason, param, count, limit)
         end *= NEXT_PART
+
+
+def check_tokens(tokenizer: Tokenizer, tokens: Sequence[int], param: str) -> None:
+    """Raises ApiError, naming ``param``, for a token id that the model has not."""
+    vocab = tokenizer.vocab_size
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab:
+            raise ApiError(f"token id {token} is out of vocabulary: this model has {vocab} tokens", param=param)
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: Sequence[int], limit: int, param: str) -> None:
+    """Raises ApiError, naming ``param``, for a prompt of token ids that has more than ``limit``, or one that the model
+    has not."""
+    if len(prompt) > limit:
+        raise too_long(f"the prompt has {len(prompt)}", param, len(prompt), limit)
+    check_tokens(tokenizer, prompt, param)
 
 
 def too_long(reason: str, param: str, tokens: int, limit: int) -> ApiError:

@@ -135,7 +135,8 @@ function promptOf(all) {
 }
 
 async function tokenized(body) {
-  return (await post("/tokenize", { ...body, return_token_strs: true }, stopping.signal)).json();
+  const { count: number, tokens: pieces } = await (await post("/tokenize", { ...body, with_pieces: true }, stopping.signal)).json();
+  return { count: number, tokens: pieces.map(({ id }) => id), strings: pieces.map(({ piece }) => piece) };
 }
 
 /** The first token of a prompt that is of what was sent: before it a chat template may have words of its own. */
@@ -187,7 +188,7 @@ async function answer(turn, counted) {
   const [path, prompt] = [served.chats ? "/v1/chat/completions" : "/v1/completions", promptOf(chat.turns)];
   const most = mostTokens(counted.count);
   turn.anew(models.map(title));
-  turn.answers[0].reads(counted.token_strs, firstSent(counted.token_strs, prompt));
+  turn.answers[0].reads(counted.strings, firstSent(counted.strings, prompt));
   await save(); // so that a reload while the prompt is read finds an answer to ask for anew
   await writing(turn, models.map((model) => [path, { ...prompt, model, max_tokens: most }]));
 }
@@ -197,10 +198,9 @@ async function goOn(turn) {
   await busily(async () => {
     const before = await tokenized(promptOf(chat.turns));
     const written = await tokenized({ prompt: turn.answers[0].record.text, add_special_tokens: false });
-    const most = mostTokens(before.count + written.count);
-    const strings = [...before.token_strs, ...written.token_strs];
+    const body = { prompt: [...before.tokens, ...written.tokens], model: served.name, max_tokens: mostTokens(before.count + written.count) };
+    const strings = [...before.strings, ...written.strings];
     turn.answers[0].reads(strings, firstSent(strings, promptOf(chat.turns)));
-    const body = { prompt: [...before.tokens, ...written.tokens], model: served.name, max_tokens: most };
     await writing(turn, [["/v1/completions", body]]);
   });
 }

@@ -103,10 +103,10 @@ function failed(one, error) {
 /** As much of the beginning as fits, cut by its tokens, which the server returns as text. */
 async function cut(one) {
   const others = waiting.reduce((sum, other) => (other === one ? sum : sum + (other.tokens ?? 0)), 0);
-  const body = { prompt: one.text, add_special_tokens: false, return_token_strs: true };
+  const body = { prompt: one.text, add_special_tokens: false, with_pieces: true };
   try {
-    const { token_strs: strings } = await (await post("/tokenize", body, one.reading.signal)).json();
-    const text = strings.slice(0, Math.max(0, room() - others)).join("");
+    const { tokens: pieces } = await (await post("/tokenize", body, one.reading.signal)).json();
+    const text = pieces.slice(0, Math.max(0, room() - others)).map(({ piece }) => piece).join("");
     one.name += " (the beginning)";
     await finish(one, text, 0);
   } catch (error) {
