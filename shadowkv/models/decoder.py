@@ -135,12 +135,16 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on
         every rank."""
+        return self.scores(hidden, added).float()
+
+    def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+        """``logits`` in the dtype of activations, as the head gives them."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
         if isinstance(head, QuantisedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
-            return scores.float()
-        return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size].float()
+            return scores
+        return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
 
     @property
     def weights_in_words(self) -> str:

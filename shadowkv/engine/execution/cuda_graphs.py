@@ -73,9 +73,9 @@ class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
 
     Args:
-        step: computes logits from a plan's shapes, its numbers on the device, the inputs int64 [2, B], newest tokens
-            and where else they come from, and prompts beside it or None. Or it only rehearses that: runs whatever a
-            capture must not load for the first time, for example a few layers, because a token waits for this and for
+        step: computes logits, in any dtype, from a plan's shapes, its numbers on the device, the inputs int64 [2, B],
+            newest tokens and where else they come from, and prompts beside it or None. Or it only rehearses that: runs
+            whatever a capture must not load for the first time, a few layers, because a token waits for this and for
             the capture.
         max_batch: most sequences that decode together.
         vocabulary: V, the columns of the logits.
@@ -95,7 +95,8 @@ class CudaGraphs:
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
-        # All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and 128 MB for 256 of them.
+        # In float32, for sampling. All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and
+        # 128 MB for 256 of them.
         self._logits = torch.empty(max_batch + MOST_PROMPTS, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 

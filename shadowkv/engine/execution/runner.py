@@ -176,7 +176,7 @@ class Runner:
     ) -> Tensor:
         inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
         if not work:
-            return self.step(plan, None, inputs)
+            return self.step(plan, None, inputs).float()
         if self.graphs is not None:  # numbers of pages as graphs have them: kernels may be compiled for each
             plan = self.cache.rounded(plan, len(tokens))
         batch = self.cache.decode_batch(plan)  # first: what is due is then sealed, whatever becomes of the prompts
@@ -197,8 +197,8 @@ class Runner:
         prompts: PromptInputs | None = None,
         rehearsal: bool = False,
     ) -> Tensor:
-        """Logits float32 [B, V] of a decode step, or [n, V] with ``prompts`` that stay exact beside it; or of a
-        rehearsal of that (``CudaGraphs``): one layer of each kind.
+        """Logits [B, V] of a decode step in the dtype of activations, or [n, V] with ``prompts`` that stay exact beside
+        it; or of a rehearsal of that (``CudaGraphs``): one layer of each kind.
 
         Args:
             plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
@@ -212,15 +212,15 @@ class Runner:
         else:
             hidden = self.model.embed(ids)
             if self._fused is not None and self.cache.query_hook is None:  # it shows no queries
-                return self.model.logits(self._fused(hidden, batch))
+                return self.model.scores(self._fused(hidden, batch))
             parts = micro_batches(batch, plan.micro_batches)
             hiddens = hidden.split([part.num_tokens for part in parts])
             flows = [Flow(*part) for part in zip(hiddens, parts, strict=True)]
         run_through(forward(self._kinds if rehearsal else self.layers, self.cache, flows))
         if len(flows) == 1:
-            return self.model.logits(flows[0].x, flows[0].added)
+            return self.model.scores(flows[0].x, flows[0].added)
         x, added = (torch.cat([getattr(flow, name) for flow in flows]) for name in ("x", "added"))
-        return self.model.logits(x, added)
+        return self.model.scores(x, added)
 
 
 def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
