@@ -94,7 +94,7 @@ class Batch:
         cache, step = self.cache, self.step
         assert cache is not None and step is not None, "layers are called in order"
         q, k, v = (_rows(x.transpose(1, 2), step.rows) for x in (q, k, v))
-        q, k = (rope_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
+        q, k = (rope_by(x, step.cos, step.sin, cache.place(layer)[0].store.rotary) for x in (q, k))
         parts = []
         for block, part in step.blocks:
             cache.append(layer, k[part], v[part], block)

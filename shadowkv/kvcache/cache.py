@@ -100,10 +100,6 @@ class KVCache:
         self._places = [(self.groups[number], at) for number, at in layout.places]
         self.pools = SequencePools(layout, [group.pool for group in self.groups])
         self.snapshots = Snapshots(self.pools, rope, self.device)
-        # Of the first group, which is what most look into.
-        main = self.groups[0]
-        self.store, self.pool, self.storing = main.store, main.pool, main.storing
-        self.prefill, self.decode = main.prefill, main.decode
 
     # -- sequences -------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ def test_it_selects_the_tokens_with_the_shortest_keys(tiny: Path) -> None:
         (answer,) = llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0))
         assert len(answer.outputs[0].token_ids) == 4 and seen
         layer, batch, selected = seen[0]
-        norms = cache.store.page["key_norms"][layer][batch.pages[0]].transpose(0, 1).flatten(1)  # [H, tokens]
-        norms = norms.masked_fill(cache.store.excluded(layer, batch.pages, batch.first)[0], float("inf"))
+        norms = cache.groups[0].store.page["key_norms"][layer][batch.pages[0]].transpose(0, 1).flatten(1)  # [H, tokens]
+        norms = norms.masked_fill(cache.groups[0].store.excluded(layer, batch.pages, batch.first)[0], float("inf"))
         norms = norms[:, : int(batch.num_chunks)]
         shortest = norms.topk(selected.chunks.shape[-1], largest=False).indices.sort().values
         assert torch.equal(selected.chunks[0], shortest)

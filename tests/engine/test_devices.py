@@ -62,8 +62,8 @@ def test_the_second_gpu_answers_as_the_first(model: Path, kv: str, eager: bool) 
     draw = random.Random(0)
     prompts = [[draw.randrange(500) for _ in range(length)] for length in (2500, 700, 90)]
     first, second = (llm(model, device, kv, eager) for device in ("cuda:0", "cuda:1"))  # side by side
-    assert second.engine.cache.store.tiers["device"].arena.device == torch.device("cuda", 1)
-    assert second.engine.cache.store.tiers["host"].arena.device == torch.device("cuda", 1)
+    assert second.engine.cache.groups[0].store.tiers["device"].arena.device == torch.device("cuda", 1)
+    assert second.engine.cache.groups[0].store.tiers["host"].arena.device == torch.device("cuda", 1)
     answers: list[list[int]] = []
 
     def answer() -> None:  # a thread has a current device of its own

@@ -56,7 +56,7 @@ def assert_empty(engine: Engine) -> None:
 def leave_blocks(engine: Engine, device: int, host: int) -> None:
     """Shrinks the tiers, as on a machine with less memory."""
     for name, count in (("device", device), ("host", host)):
-        tier = engine.cache.store.tiers[name]
+        tier = engine.cache.groups[0].store.tiers[name]
         count = min(count, tier.num_blocks)
         tier.allocate(tier.num_blocks - count)
         tier.num_blocks = count

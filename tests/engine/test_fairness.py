@@ -212,7 +212,7 @@ def test_short_questions_one_after_another_leave_a_long_prompt_its_share(
 
 
 def test_what_does_not_fit_yet_keeps_no_other_tenants_short_question_waiting(engine: Engine) -> None:
-    paged = engine.cache.store.tiers["device"]
+    paged = engine.cache.groups[0].store.tiers["device"]
     add(engine, "a", 100, 1000)
     while engine.num_running < 1:
         engine.step()

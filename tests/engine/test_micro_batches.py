@@ -93,8 +93,8 @@ def test_one_batch_is_fetched_as_what_nothing_overlaps(tmp_path: Path, monkeypat
 
 
 def test_batches_are_split_where_much_is_selected_in_short_chunks_beyond_a_bus(tmp_path: Path) -> None:
-    fetching = open_engine(tmp_path, "turbo-host").cache.decode.fetching
-    long = open_engine(tmp_path, "shadowkv").cache.decode.fetching
+    fetching = open_engine(tmp_path, "turbo-host").cache.groups[0].decode.fetching
+    long = open_engine(tmp_path, "shadowkv").cache.groups[0].decode.fetching
     assert fetching is not None
     assert long is not None
     budget = np.full(64, TWO_BATCH_CHUNKS // 64 // 2)  # of two heads

@@ -79,5 +79,5 @@ def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:
         for output in engine.step():
             said += output.token_ids
     assert 1 < len(said) < 30, "the seed must end the answer by a stop token"
-    lengths = engine.cache.pool.tables.length
+    lengths = engine.cache.groups[0].pool.tables.length
     assert lengths.max() == len(prompt) + len(said) - 1  # the last token's keys were never computed

@@ -56,7 +56,7 @@ class Serving(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.engine = self.make(**self.options)
-        total = {name: tier.num_blocks for name, tier in self.engine.cache.store.tiers.items()}
+        total = {name: tier.num_blocks for name, tier in self.engine.cache.groups[0].store.tiers.items()}
         leave_blocks(self.engine, max(self.blocks, self.least()), total["host"])
 
     def least(self) -> int:

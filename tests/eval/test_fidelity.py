@@ -137,7 +137,7 @@ def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed
     scripted = replace(seen[0], selected=torch.tensor([[[3, 9], [5, -1]]]))
     read = attended_positions(cache, scripted, 448)[0]
     sealed = cache.spec.sealed_pages(400) * 64
-    excluded = cache.store.excluded(0, scripted.batch.sealed.pages, scripted.batch.sealed.first)[0]
+    excluded = cache.groups[0].store.excluded(0, scripted.batch.sealed.pages, scripted.batch.sealed.first)[0]
     assert excluded.sum(1).tolist() == [3, 3]  # one of the sink, two outliers
     for head, chosen in enumerate(((3, 9), (5,))):
         chunks = set(chosen) | set(excluded[head].nonzero().flatten().tolist())
@@ -173,7 +173,7 @@ def test_exact_weights_are_the_softmax_of_all_keys(loaded: LoadedModel, seed: in
     assert cache.batch is not None
     (step,) = cache.batch.groups[0]
     weights = exact_weights(cache, 1, q, step)
-    values = cache.store.v[1][step.pages[0]].transpose(0, 1).flatten(1, 2)[:, None, :201]
+    values = cache.groups[0].store.v[1][step.pages[0]].transpose(0, 1).flatten(1, 2)[:, None, :201]
     out = (weights[0, ..., None, :201] @ values).flatten(0, 2)
     assert torch.allclose(out, cache.start(1, q, cache.batch)()[0], atol=1e-5)
     assert not weights[..., 201:].any()

@@ -32,7 +32,7 @@ CAPACITY = 3000
 def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
     """A cache after a day of other sequences, with NaN in all memory, which none holds any more."""
     scatter(cache, seed)
-    for tier in cache.store.tiers.values():
+    for tier in cache.groups[0].store.tiers.values():
         tier.arena.fill_(0xFF)
     return cache
 

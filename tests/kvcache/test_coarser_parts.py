@@ -18,8 +18,8 @@ def keys_error(kind: str) -> tuple[float, int]:
         prefill(cache, [(stream, 700)])
         row = sealed_batch(cache, [stream])
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-        rebuilt.append(gather_selected(cache.parts.keys.source(cache.store, 0, row), everything))
-        stored = cache.store.page["latents"][0][row.pages[0]]
+        rebuilt.append(gather_selected(cache.parts.keys.source(cache.groups[0].store, 0, row), everything))
+        stored = cache.groups[0].store.page["latents"][0][row.pages[0]]
         largest = int(LATENT_CODECS[name].decode(stored, 16).abs().max())
     return float((rebuilt[1] - rebuilt[0]).norm() / rebuilt[0].norm()), largest
 
@@ -39,7 +39,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     prefill(cache, list(zip(streams, (900, 70, 500))))
     decode(cache, streams)
     whole = decode_part(cache, streams)
-    batch, store = whole.sealed, cache.store
+    batch, store = whole.sealed, cache.groups[0].store
     assert batch is not None
     q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
     selected = cache.parts.index.select(store, 1, q, batch).chunks

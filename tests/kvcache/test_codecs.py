@@ -145,7 +145,7 @@ def test_formats_defined_here_equal_plain_attention_where_nothing_is_lost(spec: 
         for stream in streams:
             stream.v = Int8Rows().decode(*Int8Rows().encode(stream.v, None), None, SHAPE.head_dim)
     two_turns(cache, streams, lengths)
-    assert (cache.pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
@@ -161,7 +161,7 @@ def test_tokens_that_learn_for_themselves_are_decoded_by_what_they_learned(keys:
     prefill(cache, [(stream, 1600)])
     for _ in range(80):
         decode(cache, [stream])
-    learned = [cache.store.state["value_mean"][0, segment.state].mean() for segment in stream.sequence.path]
+    learned = [cache.groups[0].store.state["value_mean"][0, segment.state].mean() for segment in stream.sequence.path]
     assert learned[1] - learned[0] > 2
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
@@ -171,7 +171,7 @@ def test_what_a_codec_learns_is_of_its_sequence_and_head(axis: str) -> None:
     cache, lengths = make_cache(replace(KVSpec(budget=64, index="chunk-mean"), **{axis: "centred-bytes"})), [700, 900]
     streams = [Stream(seed, cache.allocate(n, n + 200)) for seed, n in enumerate(lengths)]
     prefill(cache, list(zip(streams, lengths)))
-    learned = cache.store.state[f"{axis[:-1]}_mean"]
+    learned = cache.groups[0].store.state[f"{axis[:-1]}_mean"]
     for layer in range(SHAPE.num_layers):
         for stream in streams:
             rows = rotated_keys(stream, layer) if axis == "keys" else stream.v[layer, : stream.length]
@@ -189,8 +189,8 @@ def test_sealed_rows_are_what_their_codec_decodes(name: str) -> None:
     every = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     for layer in range(SHAPE.num_layers):
         for axis, rows in (("keys", rotated_keys(stream, layer)), ("values", stream.v[layer])):
-            source = getattr(cache.parts, axis).source(cache.store, layer, row)
-            rotation = cache.store.rotation(axis) if codec.rotated else None
+            source = getattr(cache.parts, axis).source(cache.groups[0].store, layer, row)
+            rotation = cache.groups[0].store.rotation(axis) if codec.rotated else None
             expected = codec.decode(*codec.encode(rows[:tokens], rotation), rotation, SHAPE.head_dim)
             off = gather_selected(source, every)[0].transpose(0, 1) - expected
             # Another order of sums moves a scale by its last bit at most, or an entry at a bin's end to the next bin.

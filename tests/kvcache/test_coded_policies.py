@@ -111,7 +111,7 @@ def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
         q, k = (cache.ops.apply_rope(x[layer, : n + 1], positions, tables) for x in (stream.q, stream.k))
         v = stream.v[layer, : n + 1].clone()
         for axis, rows in (("keys", k), ("values", v)):
-            decoded = gather_selected(getattr(cache.parts, axis).source(cache.store, layer, batch), every)[0]
+            decoded = gather_selected(getattr(cache.parts, axis).source(cache.groups[0].store, layer, batch), every)[0]
             error = (decoded.transpose(0, 1) - rows[:sealed]).norm() / rows[:sealed].norm()
             assert 0 < error**2 < 0.25, "these are other rows"
             rows[8:sealed] = decoded[:, 8:].transpose(0, 1)  # the sink stays exact
@@ -223,7 +223,7 @@ def test_the_scale_of_a_head_is_learned_from_its_prompt() -> None:
     prefill(cache, [(stream, 300)])
     largest = stream.v[:, :300].abs().amax((1, 3))
     state = stream.sequence.path[0].state
-    torch.testing.assert_close(cache.store.state["value_fp8_scale"][:, state, :, 0], largest / 448)
+    torch.testing.assert_close(cache.groups[0].store.state["value_fp8_scale"][:, state, :, 0], largest / 448)
     while stream.length < 400:
         decode(cache, [stream])
     assert stream.output().isfinite().all()

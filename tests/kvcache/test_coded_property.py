@@ -107,6 +107,6 @@ def decoded_rows(cache: KVCache, layer: int, sealed: SealedBatch) -> dict[int, l
     """Keys and values [n, H, d] of the segments of a batch, by the rows of these."""
     every = torch.arange(sealed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(len(sealed.slots), 2, -1)
     every = every.masked_fill(every >= sealed.num_chunks[:, None, None], 0)  # past their end they may be anywhere
-    sources = (part.source(cache.store, layer, sealed) for part in (cache.parts.keys, cache.parts.values))
+    sources = (part.source(cache.groups[0].store, layer, sealed) for part in (cache.parts.keys, cache.parts.values))
     rows = [gather_selected(source, every).transpose(1, 2) for source in sources]
     return {int(name): [x[i] for x in rows] for i, name in enumerate(sealed.slots)}

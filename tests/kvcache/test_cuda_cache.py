@@ -113,6 +113,6 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
         error = (out.float() - theirs).norm(dim=1) / theirs.norm(dim=1)
         assert error.max() < 0.05, error
     torch.cuda.synchronize()
-    counts, buffer = cache.fetches, cache.store.buffer
+    counts, buffer = cache.fetches, cache.groups[0].store.buffer
     assert counts.selected > counts.fetched > buffer.owner.numel() > 0
-    assert not buffer.step[:, cache.pool.tables.padding_segment_slot].any()
+    assert not buffer.step[:, cache.groups[0].pool.tables.padding_segment_slot].any()

@@ -33,8 +33,10 @@ def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     assert "segments.1.static" not in cached
     every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     for layer in range(SHAPE.num_layers):
-        keep = ~cache.store.excluded(layer, batch.pages, batch.first)[0].repeat_interleave(cache.spec.chunk, dim=1)
-        sources = [part.source(cache.store, layer, batch) for part in (cache.parts.keys, cache.parts.values)]
+        keep = ~cache.groups[0].store.excluded(layer, batch.pages, batch.first)[0].repeat_interleave(
+            cache.spec.chunk, dim=1
+        )
+        sources = [part.source(cache.groups[0].store, layer, batch) for part in (cache.parts.keys, cache.parts.values)]
         sealed = [gather_selected(source, every)[0].float() for source in sources]
         layers.append(torch.stack([x[keep].unflatten(0, (SHAPE.num_kv_heads, -1)) for x in sealed]))
     return torch.cat((torch.stack(layers), static, tail), dim=3)
@@ -65,7 +67,7 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
         for layer in range(SHAPE.num_layers):
             cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
             got = cache.start(layer, stream.q[layer, rows], block)()
-            q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.store.rotary)
+            q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.groups[0].store.rotary)
             index = batch.scratch_index(layer)
             own = [x[index].transpose(0, 1).float() for x in (batch.rope_keys, batch.values)]
             k, v = (torch.cat(x, dim=1) for x in zip(before[layer], own))

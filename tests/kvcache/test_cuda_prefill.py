@@ -50,7 +50,7 @@ def make(kv: str) -> tuple[KVCache, Runner, CachedSequence]:
 
 
 def slow_storing(cache: KVCache) -> None:
-    with torch.cuda.stream(cache.prefill.side):
+    with torch.cuda.stream(cache.groups[0].prefill.side):
         torch.cuda._sleep(SLEEP)
 
 
@@ -59,7 +59,7 @@ def stored(kv: str, beside: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor
     """All pages and states after a prefill, and the logits of the first step."""
     cache, runner, sequence = make(kv)
     if not beside:
-        cache.prefill.side = None
+        cache.groups[0].prefill.side = None
     prefill = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])])
     while True:
         if beside:
@@ -69,7 +69,7 @@ def stored(kv: str, beside: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor
         except StopIteration:
             break
     logits = runner.decode([sequence], [1])
-    return {name: tier.arena.clone() for name, tier in cache.store.tiers.items()}, logits
+    return {name: tier.arena.clone() for name, tier in cache.groups[0].store.tiers.items()}, logits
 
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])
@@ -83,20 +83,20 @@ def test_what_is_stored_beside_attention_is_what_is_stored_after_it(kv: str) -> 
 @torch.inference_mode()
 def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, runner, sequence = make("turbo")
-    write = cache.storing.store_tokens
+    write = cache.groups[0].storing.store_tokens
 
     def write_slowly(*args: Any) -> None:
         write(*args)
         torch.cuda._sleep(20 * SLEEP)
 
-    monkeypatch.setattr(cache.storing, "store_tokens", write_slowly)
+    monkeypatch.setattr(cache.groups[0].storing, "store_tokens", write_slowly)
     prefill = runner.prefill([(sequence, list(range(500)) * 6)], scored=True)
     for _ in range(6):
         next(prefill)  # the blocks of both layers, which are stored together during the last one
-    assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
+    assert not cache.groups[0].prefill.side.query(), "storing has ended already: the test would show nothing"
     prefill.close()
     torch.cuda.current_stream().synchronize()
-    assert cache.prefill.side.query()
+    assert cache.groups[0].prefill.side.query()
 
 
 @torch.inference_mode()
@@ -104,7 +104,7 @@ def overtaken(kv: str, beside: bool) -> list[torch.Tensor]:
     """What follows a long prompt and two short ones that were prefilled where it was paused, storing."""
     cache, runner, sequence = make(kv)
     if not beside:
-        cache.prefill.side = None
+        cache.groups[0].prefill.side = None
     long = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])], scored=True)
     short = [cache.allocate(n, n + 64) for n in (300, 420)]
     for piece in range(6):

@@ -52,7 +52,7 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypa
     for _ in range(10):
         decode(cache, streams)
     if cache.spec.seals:
-        assert (cache.pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+        assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
         cache.release(stream.sequence)
@@ -68,7 +68,7 @@ def test_scaled_rope_equals_plain_attention(name: str) -> None:
     for _ in range(130):  # pages of generated tokens are sealed, too
         decode(cache, streams)
     if cache.spec.seals:
-        assert (cache.pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+        assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream, YARN), atol=5e-5, rtol=1e-4)
 
@@ -81,12 +81,12 @@ CODE_ERROR = 0.01154**0.5
 def test_turbo_errs_as_its_codes_of_values_do(kv: str) -> None:
     """Values that are averaged lose their errors as fast as themselves; latents in 8 bits hardly add to them."""
     cache, lengths = make_cache(preset(kv, rank=SHAPE.kv_dim, budget=1.0)), [417, 1000, 700]
-    streams = [Stream(seed, cache.pool.allocate(n, n + 140)) for seed, n in enumerate(lengths)]
+    streams = [Stream(seed, cache.groups[0].pool.allocate(n, n + 140)) for seed, n in enumerate(lengths)]
     prefill(cache, list(zip(streams, lengths)))
     for _ in range(140):
         decode(cache, streams)
     for stream in streams:
-        cache.pool.extend(stream.sequence, stream.length + 90, stream.length + 100)
+        cache.groups[0].pool.extend(stream.sequence, stream.length + 90, stream.length + 100)
     prefill(cache, [(stream, 90) for stream in streams], block=170)
     for _ in range(10):
         decode(cache, streams)
@@ -151,7 +151,7 @@ def test_tokens_that_a_fork_shares_are_not_forgotten() -> None:
 def test_stale_nans_in_recycled_pages_do_not_leak() -> None:
     spec = preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0)
     cache = make_cache(spec, blocks=40)
-    for tier in cache.store.tiers.values():
+    for tier in cache.groups[0].store.tiers.values():
         tier.arena.fill_(0xFF)  # every float of that pattern is a NaN
     stream = Stream(7, cache.allocate(1000, 1100))
     prefill(cache, [(stream, 1000)])

@@ -90,7 +90,7 @@ def test_a_row_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() -
     for seed in (1, 2):
         stream = Stream(seed, cache.allocate(1000, 1300))
         prefill(cache, [(stream, 1000)])
-        buffer, row = cache.store.buffer, stream.sequence.path[0].slot
+        buffer, row = cache.groups[0].store.buffer, stream.sequence.path[0].slot
         rows.add(row)
         assert (buffer.owner[:, row] == -1).all() and (buffer.entry[:, row] == -1).all()
         assert not buffer.used[:, row].any() and not buffer.step[:, row].any()
@@ -128,7 +128,7 @@ def test_rows_that_select_nothing_leave_the_buffer_alone() -> None:
     long, short = (Stream(seed, cache.allocate(n, n + 5)) for seed, n in enumerate((900, 20)))
     prefill(cache, [(long, 900), (short, 20)])
     decode(cache, [long, short])
-    step, row = cache.store.buffer.step, long.sequence.path[0].slot
+    step, row = cache.groups[0].store.buffer.step, long.sequence.path[0].slot
     assert not short.sequence.path
     assert (step[:, row] == 1).all()
     assert step.sum() == step[:, row].sum()

@@ -28,7 +28,9 @@ def test_means_are_stored_as_exactly_as_eight_bits_can() -> None:
     sealed = 8 * int(row.num_chunks)
     assert sealed > LENGTH
     for layer in range(SHAPE.num_layers):
-        codes, scale = (cache.store.page[name][layer][row.pages[0]] for name in ("landmarks", "landmark_scale"))
+        codes, scale = (
+            cache.groups[0].store.page[name][layer][row.pages[0]] for name in ("landmarks", "landmark_scale")
+        )
         rotated = rotate_plainly(streams[0].k[layer, :sealed], torch.arange(sealed, device=DEVICE))
         means = rotated.unflatten(0, (-1, 8, 8)).mean(2).transpose(1, 2)  # [pages, H, C, d]
         stored = codes.float() * scale[..., None, None]
@@ -44,7 +46,7 @@ def test_the_same_chunks_are_found() -> None:
         q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
         found = []
         for cache, streams in caches:
-            selected = cache.parts.index.select(cache.store, 1, q, sealed_batch(cache, streams)).chunks
+            selected = cache.parts.index.select(cache.groups[0].store, 1, q, sealed_batch(cache, streams)).chunks
             assert selected.shape[-1] == budget
             assert selected.min() >= 0
             empty = torch.zeros(*selected.shape[:2], LENGTH // 8, dtype=torch.bool, device=DEVICE)
@@ -59,7 +61,7 @@ def test_chunks_of_zeros_are_zeros() -> None:
     stream.k.zero_()
     prefill(cache, [(stream, 700)])
     row = sealed_batch(cache, [stream])
-    assert not cache.store.page["landmarks"][0][row.pages[0]].float().any()
+    assert not cache.groups[0].store.page["landmarks"][0][row.pages[0]].float().any()
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

@@ -116,7 +116,7 @@ def step(cache: KVCache, sequence: CachedSequence) -> None:
 
 
 def check(cache: KVCache, sequence: CachedSequence) -> None:
-    pages, tables = -(-sequence.length // PAGE) - sequence.sealed // PAGE, cache.pool.tables
+    pages, tables = -(-sequence.length // PAGE) - sequence.sealed // PAGE, cache.groups[0].pool.tables
     assert pages <= len(sequence.ring if sequence.path else sequence.dense), "two pages of the tail in one place"
     if sequence.path:
         names = sequence.static + sequence.ring
@@ -273,9 +273,11 @@ def test_a_sequence_that_is_compressed_late_knows_the_last_queries_of_its_prompt
         (segment,) = stream.sequence.path
         first = max(0, length - 64)
         queries = cache.ops.apply_rope(
-            stream.q[:, first:length], torch.arange(first, length, device=DEVICE).expand(2, -1), cache.store.rotary
+            stream.q[:, first:length],
+            torch.arange(first, length, device=DEVICE).expand(2, -1),
+            cache.groups[0].store.rotary,
         )
-        wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.store.rotation("sketch"), cache.ops)
+        wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.groups[0].store.rotation("sketch"), cache.ops)
         for name, found in zip(("sketch_key_map", "sketch_query_map"), wanted):
-            got = cache.store.state[name][:, segment.state]
+            got = cache.groups[0].store.state[name][:, segment.state]
             torch.testing.assert_close(got, found.to(got.dtype), atol=0.02, rtol=0.02)

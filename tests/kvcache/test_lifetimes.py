@@ -181,7 +181,7 @@ class Lifetimes(RuleBasedStateMachine):
         ):
             if tier == "host" and not self.cache.layout.host_fields:
                 continue
-            pool = self.cache.pool.pools[tier]
+            pool = self.cache.groups[0].pool.pools[tier]
             owners = Counter(block for one in names for block in pool.blocks_of(one))
             assert pool.num_blocks - pool.free_blocks == len(owners)
             assert all(pool.references(block) == count for block, count in owners.items())

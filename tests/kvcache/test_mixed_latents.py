@@ -117,8 +117,8 @@ def rebuilt_error(kv: str) -> float:
     prefill(cache, [(stream, 700)])
     batch = sealed_batch(cache, [stream])
     every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-    rows = gather_selected(cache.parts.keys.source(cache.store, 0, batch), every)[0].transpose(0, 1)
-    rotary = cache.store.rotary
+    rows = gather_selected(cache.parts.keys.source(cache.groups[0].store, 0, batch), every)[0].transpose(0, 1)
+    rotary = cache.groups[0].store.rotary
     angles = (table[: len(rows)].unsqueeze(1) for table in (rotary.cos, rotary.sin))
     exact = rope_by(stream.k[0, : len(rows)], *angles, rotary)
     return float((rows - exact).norm() / exact.norm())
@@ -198,9 +198,11 @@ def test_sealing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypa
     pages, rows = torch.arange(count, device=DEVICE), torch.randn(shape, device=DEVICE)
     tokens = SealedTokens(slice(None), pages if own else pages[:1], 64 * pages, pages, pages, rows, rows, rows)
     with PeakBytes() as peak:
-        part.seal(cache.store, tokens)
+        part.seal(cache.groups[0].store, tokens)
     assert peak.most <= part.sealing_bytes()
     assert cache.ops.backends["project_latents"] != "reference" or part.sealing_bytes() < 3 * peak.most
     with PeakBytes() as peak:
-        part.source(cache.store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages)).decoded()
+        part.source(
+            cache.groups[0].store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages)
+        ).decoded()
     assert 0.5 * count * part.reading_bytes() < peak.most <= count * part.reading_bytes()

@@ -77,11 +77,11 @@ def test_what_is_looked_for_is_there():
 @pytest.mark.parametrize(
     ("source", "count"),
     [
-        ("engine.cache.store.tiers", 1),
+        ("engine.cache.groups[0].store.tiers", 1),
         ("self._cache.pool.free", 1),
         ("caches[0].snapshots.form", 0),
-        ("plans = cache.prefill._store", 1),
-        ("cache.prefill.side = None", 2),
+        ("plans = cache.groups[0].prefill._store", 1),
+        ("cache.groups[0].prefill.side = None", 2),
         ("cache.select = scripted", 1),
         ("engine.cache.ops.apply_rope = slow", 1),
         ("cache.state['basis'][0] = 1", 1),

@@ -82,8 +82,8 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
 
     for what in ("ragged_attention", "causal_attention"):
         count(cache.ops, what)
-    count(cache.store, "write_tokens")
-    count(cache.storing, "observe")
+    count(cache.groups[0].store, "write_tokens")
+    count(cache.groups[0].storing, "observe")
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together

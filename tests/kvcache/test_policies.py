@@ -107,7 +107,7 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
     sealed = int(row.num_chunks) * SHADOWKV.chunk
     for layer in range(SHAPE.num_layers):
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-        rebuilt = gather_selected(cache.parts.keys.source(cache.store, layer, row), everything)[0]
+        rebuilt = gather_selected(cache.parts.keys.source(cache.groups[0].store, layer, row), everything)[0]
         v = plain_basis(stream, layer, SHADOWKV.rank)
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
         wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
@@ -123,9 +123,9 @@ def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
     sealed = int(row.num_chunks) * 8
     for layer in range(SHAPE.num_layers):
         rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))
-        stored = cache.store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
+        stored = cache.groups[0].store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(stored, rotated.unflatten(0, (-1, 8)).mean(1).transpose(0, 1))
-        marked = cache.store.excluded(layer, row.pages, row.first)[0]
+        marked = cache.groups[0].store.excluded(layer, row.pages, row.first)[0]
         wanted = plain_outliers(rotated, sealed, SHADOWKV)
         for head in range(SHAPE.num_kv_heads):
             assert set(marked[head].nonzero().flatten().tolist()) == wanted[head] | {0}
@@ -137,7 +137,7 @@ def test_values_of_selected_chunks_come_from_the_host_tier_unchanged() -> None:
     row = sealed_batch(cache, [stream])
     selected = torch.tensor([[[3, 70, 0], [55, 2, 9]]], device=DEVICE)
     for layer in range(SHAPE.num_layers):
-        got = gather_selected(cache.parts.values.source(cache.store, layer, row), selected)[0]
+        got = gather_selected(cache.parts.values.source(cache.groups[0].store, layer, row), selected)[0]
         for head in range(SHAPE.num_kv_heads):
             wanted = torch.cat([stream.v[layer, 8 * c : 8 * c + 8, head] for c in selected[0, head].tolist()])
             assert torch.equal(got[head], wanted)
@@ -148,7 +148,7 @@ def test_bounds_are_smallest_and_largest_keys() -> None:
     row = sealed_batch(cache, [stream])
     sealed = int(row.num_chunks) * 16
     rotated = rotate_plainly(stream.k[0, :sealed], torch.arange(sealed, device=DEVICE)).unflatten(0, (-1, 16))
-    stored = cache.store.page["bounds"][0][row.pages[0]].transpose(0, 1)  # [H, pages, 2, C, d]
+    stored = cache.groups[0].store.page["bounds"][0][row.pages[0]].transpose(0, 1)  # [H, pages, 2, C, d]
     torch.testing.assert_close(stored[:, :, 0].flatten(1, 2), rotated.amin(1).transpose(0, 1))
     torch.testing.assert_close(stored[:, :, 1].flatten(1, 2), rotated.amax(1).transpose(0, 1))
 
@@ -178,7 +178,7 @@ def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
     q = rotate_plainly(stream.q[layer, stream.length :][:1], position).expand(len(batch.slots), -1, -1)
     found: list[set[int]] = [set() for _ in range(SHAPE.num_kv_heads)]
     for first, heads in zip(
-        batch.first.tolist(), cache.parts.index.select(cache.store, layer, q, batch).chunks.tolist()
+        batch.first.tolist(), cache.parts.index.select(cache.groups[0].store, layer, q, batch).chunks.tolist()
     ):
         for chosen, row in zip(found, heads):
             assert row == [c for c in row if c >= 0] + [-1] * row.count(-1)
@@ -216,7 +216,7 @@ def test_all_columns_find_what_exact_scores_find(
         for cache, stream in caches:
             decode(cache, [stream])
     ours, exact = (stream.output() for _, stream in caches)
-    assert int(caches[0][0].pool.tables.sealed.max()) == 768
+    assert int(caches[0][0].groups[0].pool.tables.sealed.max()) == 768
     torch.testing.assert_close(ours, exact, atol=1e-4, rtol=1e-3)
 
 
@@ -260,7 +260,7 @@ def test_generated_tokens_have_no_queries_and_are_found_by_the_largest_columns_o
         decode(cache, [stream])
     states = [segment.state for segment in stream.sequence.path]
     assert len(states) > 1
-    first, *later = (cache.store.state["skew"][:, state] for state in states)
+    first, *later = (cache.groups[0].store.state["skew"][:, state] for state in states)
     assert not ((first == 0) | (first.abs() == 1)).all()  # of the prompt, whose queries are known
     for skew in later:
         assert ((skew == 0) | (skew.abs() == 1)).all()  # columns as they are
@@ -287,7 +287,7 @@ def snapkv_with_a_planted_key(token: int, **fields: int) -> tuple[KVCache, Strea
     for x, rows in ((stream.k, [token]), (stream.q, range(S - 64, S))):
         position = torch.tensor(rows, device=DEVICE)
         aligned = (8 * wanted / wanted.norm()).expand(len(position), x.shape[2], -1)
-        x[:, position] = cache.ops.apply_rope(aligned, position, cache.store.rotary, inverse=True)
+        x[:, position] = cache.ops.apply_rope(aligned, position, cache.groups[0].store.rotary, inverse=True)
     prefill(cache, [(stream, S)], block=30)  # the voters come in several blocks
     return cache, stream
 
@@ -345,9 +345,13 @@ def test_a_prompt_that_was_kept_dense_has_its_votes_and_newer_tokens_come_first(
     for segment in path:  # each with its share
         newest |= set(range(segment.sealed - 16 * 64 * len(segment.pages) // 256, segment.sealed))
     assert all(chosen == newest for chosen in selected(cache, stream, 0))
-    state = [cache.store.state[name][:, path[0].state].flatten().unique().tolist() for name in ("voters", "voted")]
+    state = [
+        cache.groups[0].store.state[name][:, path[0].state].flatten().unique().tolist() for name in ("voters", "voted")
+    ]
     assert state == [[min(prompt, 64)], [max(0, prompt - 64)]]
-    later = [cache.store.state[name][:, path[1].state].flatten().unique().tolist() for name in ("voters", "voted")]
+    later = [
+        cache.groups[0].store.state[name][:, path[1].state].flatten().unique().tolist() for name in ("voters", "voted")
+    ]
     assert later == [[0], [0]]
 
 

@@ -72,7 +72,7 @@ def test_every_index_names_what_it_found_in_order() -> None:
         stream = Stream(7, cache.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
         batch = sealed_batch(cache, [stream])
-        selected = cache.parts.index.select(cache.store, 0, stream.q[:1, S], batch).chunks
+        selected = cache.parts.index.select(cache.groups[0].store, 0, stream.q[:1, S], batch).chunks
         assert (selected.diff(dim=-1) > 0).all() and (selected >= 0).all()
 
 
@@ -181,7 +181,7 @@ def test_rows_select_the_same_bit_by_bit_alone_and_in_any_batch() -> None:
 
     def select(some: list[Stream], layer: int) -> Selection:
         q = torch.stack([stream.q[layer, stream.length] for stream in some])
-        return cache.parts.index.select(cache.store, layer, q, sealed_batch(cache, some))
+        return cache.parts.index.select(cache.groups[0].store, layer, q, sealed_batch(cache, some))
 
     select(streams, 0)  # seals what is due in all of them
     for layer in range(SHAPE.num_layers):

@@ -67,7 +67,7 @@ def test_what_is_loaded_goes_on_as_if_it_had_been_prefilled_there(name: str) -> 
         counts = [len(stream.sequence.path) for stream in streams]
         assert max(counts) > 1 and min(counts) == 0
     exported = [source.snapshots.export(stream.sequence) for stream in streams]
-    for tier in source.store.tiers.values():
+    for tier in source.groups[0].store.tiers.values():
         tier.arena.fill_(0xFF)  # what was exported is a copy
     for stream, one in zip(streams, exported):
         stream.sequence = target.snapshots.load(one, CAPACITY)

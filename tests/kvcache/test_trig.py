@@ -84,10 +84,12 @@ def test_tokens_are_ranked_when_they_are_sealed(chunk: int) -> None:
     page = torch.arange(sealed) // 64
     now = torch.where(page < 448 // 64, S - 1, 64 * page + 64 + 32 - 1)
     for layer in range(SHAPE.num_layers):
-        stored = cache.store.page["trig_ranks"][layer][batch.pages[0]].transpose(0, 1).flatten(1)[:, :sealed].cpu()
-        ranks = cache.parts.index.ranks(cache.store, layer, batch)[0].cpu()
+        stored = (
+            cache.groups[0].store.page["trig_ranks"][layer][batch.pages[0]].transpose(0, 1).flatten(1)[:, :sealed].cpu()
+        )
+        ranks = cache.parts.index.ranks(cache.groups[0].store, layer, batch)[0].cpu()
         q = stream.q[layer, :1].expand(1, -1, -1).to(DEVICE)
-        chosen = cache.parts.index.select(cache.store, layer, q, batch).chunks[0].cpu()
+        chosen = cache.parts.index.select(cache.groups[0].store, layer, q, batch).chunks[0].cpu()
         for head in range(SHAPE.num_kv_heads):
             queries, keys = stream.q[layer, S - 64 : S].cpu(), stream.k[layer, :sealed, head].cpu()
             group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
@@ -106,9 +108,9 @@ def test_without_queries_the_newest_tokens_come_first() -> None:
     for _ in range(300):
         decode(cache, [stream])
     batch = sealed_batch(cache, [stream])
-    seen = cache.store.state["trig_queries"][0][batch.states].flatten().tolist()
+    seen = cache.groups[0].store.state["trig_queries"][0][batch.states].flatten().tolist()
     assert seen[0] == 20 and len(seen) > 1 and not any(seen[1:])
-    chosen = cache.parts.index.select(cache.store, 0, stream.q[0, :1].expand(len(seen), -1, -1), batch).chunks
+    chosen = cache.parts.index.select(cache.groups[0].store, 0, stream.q[0, :1].expand(len(seen), -1, -1), batch).chunks
     for row, pages, count in zip(chosen[1:].tolist(), batch.num_pages[1:].tolist(), batch.budget[1:].tolist()):
         newest = [*range(64 * pages - count, 64 * pages)]
         assert all(head[:count] == newest for head in row) and count > 0

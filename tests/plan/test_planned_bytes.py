@@ -70,7 +70,7 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
 def test_fixed_bytes_are_those_of_all_states_and_buffers(name: str, sequences: int) -> None:
     cache = make_cache(SPECS[name], sequences, Blocks(device=1, host=1))
     count = cache.total["segment_slots"] + 1  # one for the rows that fill up a captured batch
-    taken = cache.store.tiers["states"].arena.nbytes + count * row_bytes(cache)
+    taken = cache.groups[0].store.tiers["states"].arena.nbytes + count * row_bytes(cache)
     padding = 16 * SHAPE.num_layers * count * len(cache.layout.main.buffer_fields)
     assert taken <= cache.layout.fixed_bytes(sequences) < taken + max(1, padding)
 
@@ -78,7 +78,7 @@ def test_fixed_bytes_are_those_of_all_states_and_buffers(name: str, sequences: i
 def row_bytes(cache: KVCache) -> int:
     """Bytes of a segment's buffer of fetched values."""
     fields = cache.layout.main.buffer_fields
-    return sum(getattr(cache.store.buffer, field.name)[:, 0].nbytes for field in fields)
+    return sum(getattr(cache.groups[0].store.buffer, field.name)[:, 0].nbytes for field in fields)
 
 
 MODEL = SimpleNamespace(
@@ -197,7 +197,7 @@ def test_scores_of_blocks_are_as_large_as_their_kernels_buffer(heads: tuple[int,
 def test_tables_of_rope_are_counted() -> None:
     layout = make_layout(preset("turbo"))
     cache = make_cache(preset("turbo"), 1, Blocks(device=8, host=8))
-    assert tables_bytes(layout) == cache.store.rotary.cos.nbytes + cache.store.rotary.sin.nbytes
+    assert tables_bytes(layout) == cache.groups[0].store.rotary.cos.nbytes + cache.groups[0].store.rotary.sin.nbytes
 
 
 def test_four_sequences_of_a_million_tokens_fit_beside_a_prefill() -> None:
@@ -242,7 +242,7 @@ def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:
     cache = make_cache(preset(kv), 1, Blocks(device=8, host=8))
     part, rows = getattr(cache.parts, axis), torch.randn(3, 1, 1, 3000, SHAPE.num_kv_heads, SHAPE.head_dim)
     tokens = FittedTokens(*rows, torch.zeros(1, dtype=torch.int64))
-    taken = peak_bytes(lambda: part.fit(cache.store, slice(0, 1), torch.zeros(1, dtype=torch.int64), tokens))
+    taken = peak_bytes(lambda: part.fit(cache.groups[0].store, slice(0, 1), torch.zeros(1, dtype=torch.int64), tokens))
     asked = part.fitting_bytes(3000)
     assert taken <= asked + 2**19
     assert axis == "values" or asked <= 3 * taken, "far more than it takes"
@@ -260,10 +260,10 @@ def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: i
     cache = make_cache(preset(kv), 1, Blocks(device=200, host=8))
     part, none, count = getattr(cache.parts, axis), torch.zeros(1, dtype=torch.int64), pages // 4
     rows, number = torch.randn(3, 1, 1, PAGE * count, SHAPE.num_kv_heads, SHAPE.head_dim), torch.arange(count)
-    part.fit(cache.store, slice(0, 1), none, FittedTokens(*rows, none))
+    part.fit(cache.groups[0].store, slice(0, 1), none, FittedTokens(*rows, none))
     in_pages = (x.unflatten(2, (-1, PAGE)).flatten(1, 2) for x in rows)
     tokens = SealedTokens(slice(0, 1), none, PAGE * number, number, number, *in_pages)
-    taken, asked = peak_bytes(lambda: part.seal(cache.store, tokens)), part.sealing_bytes() // 4
+    taken, asked = peak_bytes(lambda: part.seal(cache.groups[0].store, tokens)), part.sealing_bytes() // 4
     assert taken <= asked + 2**19
     assert asked <= 3 * taken, "far more than it takes"
 

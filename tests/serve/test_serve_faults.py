@@ -100,7 +100,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
         assert error["code"] == "generation_failed" and "TypeError" in error["message"]
         assert other.result().json()["choices"][0]["text"] == wanted
     assert httpx.get(f"{url}/health").status_code == 200
-    pool, finished = engine.engine.cache.pool, engine.engine.scheduler.prefix_cache
+    pool, finished = engine.engine.cache.groups[0].pool, engine.engine.scheduler.prefix_cache
     assert engine.engine.stats().running == 0 and pool.free + finished.blocks() == pool.total
 
 
