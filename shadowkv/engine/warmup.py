@@ -22,6 +22,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
+from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.planning import FEWEST_EXACT_PAGES, round_up
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
@@ -99,71 +100,77 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
 class GraphGrid:
     """Captures decode steps of an engine, if its steps are graphs, where nothing else is to be done: for each number of
     pages that sequences may have, from the fewest, those of all sizes of a batch, alone and with prompts, up to
-    ``GRID_BYTES``. The log says how far that went."""
+    ``GRID_BYTES``. The log says how far that went. To be made while the engine has no sequences."""
 
     def __init__(self, engine: Engine) -> None:
         most = engine.config.max_num_seqs
-        self.engine, self._left, self._longest = engine, self._captures(), 0
         self._batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
-        self._before = 0 if engine.runner.graphs is None else len(engine.runner.graphs.graphs)
-        self._began, self._free = time.monotonic(), free_bytes(engine.device)
+        self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
+        self._count, self._seconds, self._bytes = 0, 0.0, 0
 
     def capture(self, seconds: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Captures one graph, and more while ``seconds`` have not passed; returns whether there are more. Ends early
         once ``stopped``, or on Ctrl-C, with KeyboardInterrupt."""
-        end, more = time.monotonic() + seconds, not stopped()
+        began, more = time.monotonic(), not stopped()
         with interrupts_deferred() as interruptible, current(self.engine.device):
-            while more and next(self._left, True) is None:
+            while more and (more := next(self._left, None) is not None):
                 interruptible()
-                if stopped() or time.monotonic() >= end:
+                if stopped() or time.monotonic() - began >= seconds:
                     break
-            else:
-                more = False
+        self._seconds += time.monotonic() - began
         if seconds or not more:
             self._log(more)
         return more
 
-    def _captures(self) -> Iterator[None]:
-        """Pauses after each graph."""
-        graphs, cache, runner = self.engine.runner.graphs, self.engine.cache, self.engine.runner
+    def _captures(self, plans: list[tuple[int, DecodePlan]]) -> Iterator[int]:
+        """How many there have been, after each."""
+        graphs, runner, device = self.engine.runner.graphs, self.engine.runner, self.engine.device
         if graphs is None:
             return
         # The largest pass first: all graphs use its memory.
-        *others, largest = graphs.mixed_shapes()
-        shapes = [largest, *((0, batch) for batch in self._batches), *reversed(others)]
-        for tokens in _lengths(self.engine):
+        mixed = list(reversed(graphs.mixed_shapes()))
+        shapes = [*mixed[:1], *((0, batch) for batch in self._batches), *mixed[1:]]
+        for tokens, plan in plans:
             for rows, batch in shapes:
-                full = len(graphs.graphs) >= MOST_GRAPHS // 2
-                room = cache.demand(tokens, tokens + 1).within(cache.free)
-                if full or not room or self._free - free_bytes(self.engine.device) > GRID_BYTES:
+                if graphs.has(plan, batch, rows):
+                    continue
+                free = free_bytes(device)
+                if len(graphs.graphs) >= MOST_GRAPHS // 2 or self._bytes > GRID_BYTES:
                     return
-                captures = graphs.captures
-                sequence = cache.allocate(tokens, tokens + 1)
-                try:
-                    if rows:
-                        runner.prepare_mixed(sequence, tokens, rows, batch)
-                    elif (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
-                        runner.prepare(plan)
-                finally:
-                    cache.release(sequence)
-                self._longest = tokens if batch == 1 else self._longest
-                if graphs.captures > captures:
-                    yield
+                runner.prepare(plan, batch, rows)
+                self._count, self._bytes = self._count + 1, self._bytes + free - free_bytes(device)
+                yield self._count
+            self._longest = tokens
 
     def _log(self, more: bool) -> None:
-        graphs = self.engine.runner.graphs
-        if graphs is None:
+        if self.engine.runner.graphs is None:
             return
         logger.info(
             "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when %s",
-            len(graphs.graphs) - self._before,
+            self._count,
             counted(len(self._batches), "batch size"),
             self.engine.config.max_num_seqs,
             f"{self._longest:,}",
-            time.monotonic() - self._began,
-            (self._free - free_bytes(self.engine.device)) / MIB,
+            self._seconds,
+            self._bytes / MIB,
             "there is time or they are met" if more else "they are met",
         )
+
+
+def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
+    """Lengths that lead to graphs of their own, as far as there is room for a sequence, and a step of one."""
+    cache = engine.cache
+    for tokens in _lengths(engine):
+        if not cache.demand(tokens, tokens + 1).within(cache.free):
+            return
+        sequence = cache.allocate(tokens, tokens + 1)
+        try:
+            plan = cache.forecast_decode([], [(sequence, tokens)])
+        finally:
+            cache.release(sequence)
+        if plan is None:
+            return
+        yield tokens, plan
 
 
 def _lengths(engine: Engine) -> list[int]:

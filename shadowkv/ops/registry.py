@@ -127,7 +127,10 @@ def choose(
         if not reasons and case is not None:
             reasons = getattr(module, "supports", lambda case: [])(case)
         if not reasons:
-            synchronises, needs_lengths = (getattr(module, x, False) for x in ("SYNCHRONISES", "NEEDS_LENGTHS"))
+            synchronises, needs_lengths = (
+                getattr(module, "SYNCHRONISES", False),
+                kind in getattr(module, "NEEDS_LENGTHS", ()),
+            )
             return Choice(backend, getattr(module, name), synchronises, needs_lengths, passed_over, unbuilt)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""

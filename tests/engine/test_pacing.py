@@ -183,9 +183,9 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
         steps.append((key, graphs.captures > before))
         return logits
 
-    def noting(plan: DecodePlan) -> None:
+    def noting(plan: DecodePlan, *how: Any) -> None:
         prepared.append(graphs.cache.rounded(plan, graphs.max_batch).shape)
-        prepare(plan)
+        prepare(plan, *how)
 
     monkeypatch.setattr(graphs, "run", noted)
     monkeypatch.setattr(graphs, "prepare", noting)

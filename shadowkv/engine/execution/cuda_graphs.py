@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: one launch per step instead of a thousand, one graph per shape of a batch.
+"""Decode steps, also with new prompts beside them, as CUDA graphs: one launch per step instead of a thousand, one graph
+per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
 rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps. Those of short sequences are captured
@@ -111,10 +112,10 @@ class CudaGraphs:
         """float32 logits [B + n, V] of a step and of n new prompts ``ids`` that stay exact; overwritten by the next
         call. None where there is no graph for prompts: these are captured only where such passes come again and again.
         """
-        prompts = Pass(plan, tokens, sources, sequences, ids)
+        given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
             self._seal_due(plan)
-            return self._run_pass(prompts, self.cache.rounded(plan, self.max_batch), 0, at_once=False)
+            return self._run_pass(given, self.cache.rounded(plan, self.max_batch), 0, at_once=False)
         count = sum(map(len, ids))
         rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
@@ -122,26 +123,26 @@ class CudaGraphs:
         if rows is None or batch is None or len(sequences) > MOST_PROMPTS or not fits:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
-        key = (rows, *shape.shape)
+        key = _key(shape, rows)
         if key in self.without:
             return None
         if key not in self.graphs and self.eager[key] < EAGER_STEPS:
             self.eager[key] += 1
             return None
         self._seal_due(plan)
-        return self._run_pass(prompts, shape, rows, at_once=True)
+        return self._run_pass(given, shape, rows, at_once=True)
 
-    def prepare(self, plan: DecodePlan) -> None:
-        """Captures the graph of a step of padding rows, if there is none."""
-        self._run_pass(Pass(plan, [], [], [], []), self.cache.rounded(plan, self.max_batch), 0, at_once=True)
-
-    def prepare_mixed(self, plan: DecodePlan, rows: int, batch: int) -> None:
-        """Captures the graph of a pass of padding rows, with ``rows`` of prompts."""
-        shape = self.cache.rounded(plan, self.max_batch, batch)
-        self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
+        """Captures the graph of a pass of padding rows, with ``rows`` of prompts, if there is none."""
+        if not self.has(plan, batch, rows):
+            shape = self.cache.rounded(plan, self.max_batch, batch)
+            self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
-        """Rows of prompts and of a step that passes are captured for."""
+        """Rows of prompts and of a step that passes are captured for; none where prompts' attention is planned on the
+        host."""
+        if not all(group.exact.captured for group in self.cache.groups):
+            return []
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
 
     def _step_rows(self) -> list[int]:
@@ -168,9 +169,8 @@ class CudaGraphs:
             logits = self._step(shape, own, of_step.view(2, -1), prompts, rehearsal)
             return self._logits[: len(logits)].copy_(logits)
 
-        key = (rows, *shape.shape) if rows else shape.shape
         rehearse = functools.partial(run, rehearsal=True)
-        logits: Tensor = self._run(key, np.concatenate(parts), run, rehearse, at_once)
+        logits: Tensor = self._run(_key(shape, rows), np.concatenate(parts), run, rehearse, at_once)
         return logits[: count + new]
 
     def drop(self) -> None:
@@ -179,9 +179,10 @@ class CudaGraphs:
             captured.graph.reset()
         self.graphs.clear()
 
-    def has(self, plan: DecodePlan) -> bool:
-        """Whether a plan's shapes have a graph, or no room for one."""
-        key = self.cache.rounded(plan, self.max_batch).shape
+    def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> bool:
+        """Whether a plan's shapes, for as many sequences or for ``batch``, with ``rows`` of prompts, have a graph, or
+        no room for one."""
+        key = _key(self.cache.rounded(plan, self.max_batch, batch), rows)
         return key in self.graphs or key in self.without
 
     def _seal_due(self, plan: DecodePlan) -> None:
@@ -243,6 +244,11 @@ class CudaGraphs:
                 raise
 
         return run
+
+
+def _key(shape: DecodePlan, rows: int) -> tuple[int, ...]:
+    """What a pass's graph is found by."""
+    return (rows, *shape.shape) if rows else shape.shape
 
 
 _capturing = threading.Lock()

@@ -151,8 +151,9 @@ def prefill(
         cache.leave_prefill()
     cache.end_prefill(batch)
     if not scored:
-        hidden = flows[0].x if stream is None else torch.cat([flow.x for flow in flows])
-        return model.logits(hidden, flows[0].added), []
+        if stream is None:
+            return model.logits(flows[0].x, flows[0].added), []
+        return model.logits(torch.cat([flow.x for flow in flows])[batch.are_ends(_spans(batch, cache.device))]), []
     states = flows[0].sum if stream is None else stream
     logits = model.logits(states[batch.starts[1:].long() - 1])
     return logits, [states[new.start : new.stop] for new in batch.new]
@@ -171,11 +172,15 @@ def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, s
 def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
     """A batch's tokens block by block and in place, in ``stream`` [T, D]: of a long prompt nothing but that, keys and
     values is kept."""
-    size, tokens = BLOCK_TOKENS[ids.device.type], batch.num_tokens
     flows = []
-    for start in range(0, tokens, size):
-        stop = min(start + size, tokens)
+    for start, stop in _spans(batch, ids.device):
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))
         last = None if scored else batch.ends(start, stop)
         flows.append(Flow(part, batch.block(start, stop), last, in_place=True))
     return flows
+
+
+def _spans(batch: PrefillBatch, device: torch.device) -> list[tuple[int, int]]:
+    """Where the blocks of a batch begin and end."""
+    size, tokens = BLOCK_TOKENS[device.type], batch.num_tokens
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -73,22 +73,13 @@ class Runner:
         return None if plan is None or self.graphs.has(plan) else plan
 
     @torch.inference_mode()
-    def prepare(self, plan: DecodePlan) -> None:
-        """Captures the graph of a plan's shapes, once the device has finished its work: PyTorch waits for that before a
-        capture, and the device is then idle until the capture ends."""
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
+        """Captures the graph of a plan's shapes, for as many sequences or for ``batch``, alone or with prompts of up to
+        ``rows`` tokens that stay exact, once the device has finished its work: PyTorch waits for that before a capture,
+        and the device is then idle until the capture ends."""
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # such steps run without a graph
-            self.graphs.prepare(plan)
-
-    @torch.inference_mode()
-    def prepare_mixed(self, sequence: CachedSequence, tokens: int, rows: int, batch: int) -> None:
-        """Captures the graph of a step of ``batch`` sequences of ``tokens`` tokens, as ``sequence`` would be, with
-        prompts of up to ``rows`` tokens that stay exact; nothing where such passes are no graphs."""
-        plan = self.cache.forecast_decode([], [(sequence, tokens)] * batch)
-        if plan is None or self.graphs is None:
-            return
-        with suppress(torch.OutOfMemoryError):
-            self.graphs.prepare_mixed(plan, rows, batch)
+            self.graphs.prepare(plan, batch, rows)
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False

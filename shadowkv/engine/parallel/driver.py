@@ -75,7 +75,7 @@ class DriverRunner(Runner):
         super().__init__(model, cache, graphs_up_to)
         self.ranks = ranks
 
-    decode, prepare, prepare_mixed = _together("decode"), _together("prepare"), _together("prepare_mixed")
+    decode, prepare = _together("decode"), _together("prepare")
     prompt_logprobs, collective_rpc = _together("prompt_logprobs"), _together("collective_rpc")
 
     def prefill(

@@ -262,10 +262,17 @@ class PrefillBlock:
         return self.stop - self.start
 
     def of_ends(self) -> PrefillBlock:
-        """The same block, where attention is needed of sequences' last tokens alone."""
-        stops = [new.stop for new in self.batch.new if self.start < new.stop <= self.stop]
-        by_stop = {new.stop: new for new in self.batch.new}
-        return replace(self, runs=tuple(Run(stop - 1, stop, by_stop[stop]) for stop in stops))
+        """The same block, where attention is needed of the tokens of ``ends`` alone."""
+        return replace(self, runs=tuple(Run(stop - 1, stop, new) for new, stop in self.ends))
+
+    @property
+    def ends(self) -> list[tuple[NewTokens, int]]:
+        """Sequences whose last queries, which parts learn from, are among the block's tokens, and where they end in it:
+        the end of the sequence or of the block."""
+        observed = ((new, max(new.start, new.stop - OBSERVED)) for new in self.batch.new)
+        return [
+            (new, min(new.stop, self.stop)) for new, first in observed if first < self.stop and self.start < new.stop
+        ]
 
 
 class PrefillBatch:
@@ -287,10 +294,16 @@ class PrefillBatch:
         return Batch(tuple((group.block(start, stop),) for group in self.groups))
 
     def ends(self, start: int, stop: int) -> Batch:
-        """The same, where attention is needed of sequences' last tokens alone."""
-        ends = [new.stop - 1 - start for new in self.new if start < new.stop <= stop]
-        needed = torch.tensor(ends, dtype=torch.int64, device=self.starts.device)
-        return Batch(tuple((group.block(start, stop).of_ends(),) for group in self.groups), needed)
+        """The same, where attention is needed of sequences' last tokens alone, and of the block's last where queries of
+        the sequence that goes on behind it are learned from."""
+        blocks = [group.block(start, stop) for group in self.groups]
+        needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
+        return Batch(tuple((block.of_ends(),) for block in blocks), needed)
+
+    def are_ends(self, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        """Which of the tokens that ``ends`` of these blocks need are last ones of sequences."""
+        ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
+        return [row for row, (new, end) in enumerate(ends) if end == new.stop]
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:

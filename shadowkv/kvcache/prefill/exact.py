@@ -66,6 +66,7 @@ def exact_prompts(starts: Tensor, numbers: Tensor, rows: int, tables: Tables) ->
     sequence = torch.searchsorted(starts[1:], row, right=True)
     position, length = row - starts[sequence], (starts[1:] - starts[:-1])[sequence]
     slot, pages = (of_each[sequence] for of_each in numbers)
+    position = torch.where(slot == tables.padding_slot, 0, position)  # nobody's may be more than tables of RoPE have
     page = position // PAGE
     kept = page >= -(-length // PAGE) - pages  # what leaves the window at once is not stored
     names = tables.exact[slot, page % pages].long()

@@ -13,7 +13,7 @@ from shadowkv.ops.ragged_attention.reference import of_each
 
 __all__ = ["NEEDS_LENGTHS", "causal_window_attention", "missing", "supports"]
 
-NEEDS_LENGTHS = True
+NEEDS_LENGTHS = ("cuda",)
 
 
 def causal_window_attention(

@@ -11,6 +11,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from shadowkv.ops.ragged_attention.reference import of_each
 
+NEEDS_LENGTHS = ("cuda",)
+
 QUERIES_AT_ONCE = 256
 """Queries that attend at a time: their keys are few more than a window has. On one core, 2,048 queries with a window
 of 512 took half as long as with 1,024 at a time, with one of 4,096 as long."""

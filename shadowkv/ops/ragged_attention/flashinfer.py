@@ -14,7 +14,7 @@ from shadowkv.ops.block_attention.flashinfer import missing, supports
 
 __all__ = ["FASTER_AT", "missing", "ragged_attention", "supports"]
 
-NEEDS_LENGTHS = True
+NEEDS_LENGTHS = ("cuda",)
 
 FASTER_AT = (256,)
 """Head dims at which it takes less than 0.7 of Triton's time on an H200. Ours takes 1.06 to 1.26 of its time at 128,

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from shadowkv.ops.causal_attention.reference import causal_attention
 
+NEEDS_LENGTHS = ("cuda",)
+"""Devices on which the host has to know how long packed sequences are: a graph would hold those of its capture."""
+
 
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
