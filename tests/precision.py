@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from shadowkv.ops.extension import cpu_missing
+
 DRAWS = 16
 """Of rounding: the largest error among so many is hardly ever half of what another order of sums may give."""
 
@@ -54,6 +56,14 @@ def draws(oracle: Callable[[], Any], step: float = torch.finfo(torch.float32).ep
     """What an oracle gives where rounding changes what it multiplies with weights by up to ``step``."""
     with Rounded(step):
         return [oracle() for _ in range(DRAWS)]
+
+
+def integer_step(tokens: int) -> float:
+    """What kernels that multiply activations as integers may change each by, in parts of the largest of 32
+    (csrc/cpu/quantised_matmul/): half of what one more is worth, and what float32 loses on the way there."""
+    if cpu_missing() or torch.ops.shadowkv.cpu_isa() != "avx512":
+        return 2.0**-20
+    return 0.501 / (127 * 257 if tokens <= 12 else 127)
 
 
 def assert_close_like_lowp(out: Tensor, exact: Tensor, *lowp: Tensor) -> None:

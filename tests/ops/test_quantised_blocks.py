@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
+from precision import integer_step
 from torch import Tensor
 
+from shadowkv.ops.dequantise_rows.cpu import FORMATS
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
@@ -39,12 +41,18 @@ def exact(blocks: Tensor, form: str) -> Tensor:
 
 def assert_products(ops: Ops, form: str, rows: int, columns: int, tokens: int) -> None:
     blocks, x = random_blocks(form, rows, columns), torch.randn(tokens, columns)
+    x[:, 3] *= 100  # scales of 32 differ
     weight = exact(blocks, form).double()
     found = ops.quantised_matmul(x, rows_of(blocks, form))
     assert found.dtype == torch.float32
     # What float32 may lose by adding in any order is in proportion to the magnitudes that are added.
-    error = (found - x.double() @ weight.T).abs() / (x.double().abs() @ weight.T.abs())
-    assert error.max() < 1e-6
+    allowed = 1e-6 * (x.double().abs() @ weight.T.abs())
+    if ops.backends["quantised_matmul"] == "cpu" and form in FORMATS:
+        largest = x.double().unflatten(1, (-1, 32)).abs().amax(2)
+        magnitudes = weight.unflatten(1, (-1, 32)).abs().sum(2)
+        allowed += integer_step(tokens) * (largest @ magnitudes.T)
+    error = (found - x.double() @ weight.T).abs()
+    assert (error <= allowed).all()
 
 
 @pytest.mark.parametrize("form", BLOCKS)
@@ -60,7 +68,7 @@ def test_any_bytes_are_what_ggml_makes_of_them(seed: int, ops: Ops, form: str) -
     torch.testing.assert_close(found, exact(blocks, form), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 97])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 13, 97])
 @pytest.mark.parametrize("form", BLOCKS)
 def test_products_of_shapes_that_fill_no_tile(seed: int, ops: Ops, form: str, tokens: int) -> None:
     for rows, blocks in ((1, 1), (67, 3), (5, 9)):
@@ -69,11 +77,11 @@ def test_products_of_shapes_that_fill_no_tile(seed: int, ops: Ops, form: str, to
 
 
 def test_rows_of_a_matrix_and_other_dtypes(seed: int, ops: Ops) -> None:
-    blocks, x = random_blocks("Q4_K", 700, 2048), torch.randn(30, 2048)
+    blocks, x = random_blocks("Q4_K", 700, 2048), torch.randn(200, 2048)
     whole = ops.quantised_matmul(x, rows_of(blocks, "Q4_K"))
     part = ops.quantised_matmul(x, rows_of(blocks[600:650], "Q4_K"))
     torch.testing.assert_close(part, whole[:, 600:650], rtol=1e-5, atol=1e-4)
-    for dtype, error in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+    for dtype, error in ((torch.bfloat16, 2e-2), (torch.float16, 1e-2)):
         for few in (x[:3], x):
             found = ops.quantised_matmul(few.to(dtype), rows_of(blocks, "Q4_K"))
             assert found.dtype == dtype
@@ -91,16 +99,21 @@ def test_what_is_not_finite_stays_in_its_row_and_token(seed: int, ops: Ops) -> N
 
 
 @needs_extension
-def test_neither_threads_nor_neighbours_change_a_bit(seed: int) -> None:
-    blocks, x, before = random_blocks("Q6_K", 301, 1280), torch.randn(9, 1280), torch.get_num_threads()
-    matmul, results = torch.ops.shadowkv.quantised_matmul, []
+@pytest.mark.parametrize(("tokens", "alone"), [(9, 1), (45, 15)])
+def test_neither_threads_nor_neighbours_change_a_bit(seed: int, tokens: int, alone: int) -> None:
+    blocks, before, matmul = (
+        random_blocks("Q6_K", 301, 1280),
+        torch.get_num_threads(),
+        torch.ops.shadowkv.quantised_matmul,
+    )
+    x, results = torch.randn(tokens, 1280), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             results.append(matmul(x, blocks, "Q6_K"))
     finally:
         torch.set_num_threads(before)
-    results += [torch.cat([matmul(token[None], blocks, "Q6_K") for token in x])]
+    results += [torch.cat([matmul(some, blocks, "Q6_K") for some in x.split(alone)])]
     results += [torch.cat([matmul(x, part, "Q6_K") for part in blocks.split(7)], 1)]
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -133,5 +146,6 @@ def test_the_fakes_have_the_shapes_of_the_ops() -> None:
     for op, args in (
         (ops.quantised_matmul, (torch.randn(2, 256), blocks, "Q4_K")),
         (ops.dequantise_blocks, (blocks, "Q4_K")),
+        (ops.advise_huge_pages, (blocks,)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))

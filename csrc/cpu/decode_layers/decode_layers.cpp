@@ -29,13 +29,11 @@ void pause() {
 #endif
 }
 
-int64_t rows_per_task(int64_t columns) { return 4 * std::max<int64_t>(1, WEIGHTS_PER_TASK / (4 * columns)); }
-
 int64_t count_runs(int64_t rows, int64_t per_task) { return (rows + per_task - 1) / per_task; }
 
 int64_t count_products(const Projection& by) {
   int64_t count = 0;
-  for (const MatrixRun& run : by.runs) count += count_runs(run.rows, rows_per_task(by.columns));
+  for (const MatrixRun& run : by.runs) count += count_runs(run.rows, rows_per_task(WEIGHTS_PER_TASK, by.columns));
   return count;
 }
 
@@ -175,7 +173,7 @@ void DecodeLayers::attend(const Layer& layer, int64_t number, PagedScratch& scra
 
 void DecodeLayers::multiply(
     const Projection& by, Input& x, int64_t task, MatmulScratch& scratch, std::vector<float>& out) const {
-  const int64_t per_task = rows_per_task(by.columns);
+  const int64_t per_task = rows_per_task(WEIGHTS_PER_TASK, by.columns);
   float* to = out.data();
   for (const MatrixRun& run : by.runs) {
     const int64_t tasks = count_runs(run.rows, per_task);

@@ -88,7 +88,7 @@ class DecodeLayers {
     std::vector<float> floats;
     int64_t columns;
 
-    Input(int64_t batch, int64_t columns) : activations(batch, columns), floats(batch * columns), columns(columns) {}
+    Input(int64_t batch, int64_t columns) : activations(batch, columns, batch > FEW_TOKENS), floats(batch * columns), columns(columns) {}
     float* row(int64_t token) { return floats.data() + token * columns; }
     void finish_row(int64_t token) { activations.write(token, row(token)); }
   };

@@ -43,13 +43,28 @@ struct IntegerRuns {
   float scale[8], total[8];
 };
 
+// 32 activations of a token as integers of that many bytes, with their scale, the sum of the numbers that these stand
+// for, and those of the integers in each half with their signs changed.
+template <int DIGITS>
+struct ByteRun {
+  int8_t digits[DIGITS][32];
+  float scale, total;
+  int32_t negative[2];
+};
+
 // Of a token with that many activations.
 constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
 
-// Activations [tokens, columns] in the form in which that many tokens are multiplied fastest on this machine.
+// Tokens whose products lose about nothing; more of them lose what activations of one byte do, with AVX-512.
+constexpr int64_t FEW_TOKENS = 12;
+
+// Rows that a thread takes at a time, about so many weights, a multiple of what any kernel multiplies at a time.
+int64_t rows_per_task(int64_t weights, int64_t columns);
+
+// Activations [tokens, columns] in the form in which few tokens or many are multiplied fastest on this machine.
 class Activations {
  public:
-  Activations(int64_t tokens, int64_t columns);
+  Activations(int64_t tokens, int64_t columns, bool many);
 
   // Writes a token's activations [columns]; from any thread.
   void write(int64_t token, const float* x);
@@ -58,16 +73,29 @@ class Activations {
   friend void multiply_rows(
       const QuantisedMatrix&, const Activations&, int64_t, int64_t, struct MatmulScratch&, float*, int64_t);
 
+  enum class Form { floats, digits, two_bytes, one_byte };
+
+  static Form form_of(bool many);
+
   int64_t tokens, columns;
-  bool integers;
-  std::vector<float> floats;      // [tokens, columns], or
-  std::vector<IntegerRuns> runs;  // [tokens, runs_of(columns)]
+  Form form;
+  // One of these:
+  std::vector<float> floats;              // [tokens, columns]
+  std::vector<IntegerRuns> runs;          // [tokens, runs_of(columns)]
+  std::vector<ByteRun<2>> two_bytes;      // [tokens, columns / 32]
+  std::vector<ByteRun<1>> one_byte;       // [tokens, columns / 32]
+};
+
+// A register of a panel of rows.
+struct alignas(64) PanelLine {
+  uint8_t bytes[64];
 };
 
 // Working memory of one thread.
 struct MatmulScratch {
   std::vector<float> panel;  // [rows of a tile, PANEL]
   std::vector<float> sums;   // [tokens, rows of a tile, lanes of a vector]
+  std::vector<PanelLine> lines;
 
   explicit MatmulScratch(int64_t tokens);
 };

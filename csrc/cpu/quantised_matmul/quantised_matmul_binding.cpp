@@ -4,6 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <string_view>
 
@@ -30,9 +34,26 @@ shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name)
       blocks.size(1) / format->bytes * format->values, format->kind};
 }
 
-// Rows per task, a multiple of what the kernel processes at a time.
+// Activations that are bytes at a time: as many as stay in the second cache beside a panel of rows.
+constexpr int64_t TOKENS_AT_ONCE = 192;
+
 int64_t rows_per_task(int64_t columns) {
-  return 4 * std::max<int64_t>(1, WEIGHTS_PER_TASK / (4 * std::max<int64_t>(columns, 1)));
+  return shadowkv::rows_per_task(WEIGHTS_PER_TASK, std::max<int64_t>(columns, 1));
+}
+
+// out [tokens, rows] = x [tokens, columns] times the matrix.
+void multiply(const shadowkv::QuantisedMatrix& matrix, const float* x, int64_t tokens, bool many, float* out) {
+  shadowkv::Activations activations(tokens, matrix.columns, many);
+  at::parallel_for(0, tokens, shadowkv::FEW_TOKENS, [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; ++token) activations.write(token, x + token * matrix.columns);
+  });
+  const int64_t run = rows_per_task(matrix.columns), tasks = (matrix.rows + run - 1) / run;
+  shadowkv::share_tasks(tasks, [&](const auto& next) {
+    shadowkv::MatmulScratch scratch(tokens);
+    for (int64_t i; (i = next()) < tasks;)
+      shadowkv::multiply_rows(
+          matrix, activations, i * run, std::min((i + 1) * run, matrix.rows), scratch, out, matrix.rows);
+  });
 }
 
 Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view format) {
@@ -43,17 +64,14 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
   const Tensor tokens = x.contiguous();
   Tensor out = at::empty({x.size(0), matrix.rows}, x.options());
   if (out.numel() == 0) return out;
-  shadowkv::Activations activations(x.size(0), matrix.columns);
-  for (int64_t token = 0; token < x.size(0); ++token)
-    activations.write(token, tokens.const_data_ptr<float>() + token * matrix.columns);
-  const int64_t run = rows_per_task(matrix.columns), tasks = (matrix.rows + run - 1) / run;
+  // Whether tokens are few is asked of all of them: the last ones are multiplied like those before.
+  const bool many = x.size(0) > shadowkv::FEW_TOKENS;
+  const float* from = tokens.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  shadowkv::share_tasks(tasks, [&](const auto& next) {
-    shadowkv::MatmulScratch scratch(x.size(0));
-    for (int64_t i; (i = next()) < tasks;)
-      shadowkv::multiply_rows(
-          matrix, activations, i * run, std::min((i + 1) * run, matrix.rows), scratch, to, matrix.rows);
-  });
+  for (int64_t first = 0; first < x.size(0); first += TOKENS_AT_ONCE)
+    multiply(
+        matrix, from + first * matrix.columns, std::min(TOKENS_AT_ONCE, x.size(0) - first), many,
+        to + first * matrix.rows);
   return out;
 }
 
@@ -67,12 +85,24 @@ Tensor dequantise_blocks(const Tensor& blocks, std::string_view format) {
   return out;
 }
 
+// Asks for large pages for x, before it is written: weights are read once a step, and pages of 4 KiB slow that down.
+void advise_huge_pages(const Tensor& x) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t PAGE = 4096;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.const_data_ptr()), first = (begin + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t last = (begin + x.nbytes()) / PAGE * PAGE;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // advice: it may be ignored
+#endif
+}
+
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
+  m.def("advise_huge_pages(Tensor x) -> ()");
   m.def("quantised_matmul(Tensor x, Tensor blocks, str form) -> Tensor");
   m.def("dequantise_blocks(Tensor blocks, str form) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
+  m.impl("advise_huge_pages", advise_huge_pages);
   m.impl("quantised_matmul", quantised_matmul);
   m.impl("dequantise_blocks", dequantise_blocks);
 }

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shadowkv.ops.extension import cpu_missing
+
 
 class Form(Protocol):
     """How the numbers of a row are stored: a value that is hashable, and equal where rows mean the same."""
@@ -100,8 +102,12 @@ def cut_out(runs: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> It
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors [rows, width] of a form."""
-    return tuple(torch.empty(rows, width, dtype=dtype, device=device) for width, dtype in form.layout(columns))
+    """Uninitialised tensors [rows, width] of a form; on a CPU in large pages where there are some."""
+    tensors = tuple(torch.empty(rows, width, dtype=dtype, device=device) for width, dtype in form.layout(columns))
+    if device.type == "cpu" and not cpu_missing():
+        for tensor in tensors:
+            torch.ops.shadowkv.advise_huge_pages(tensor)
+    return tensors
 
 
 def row_bytes(form: Form, columns: int) -> int:
