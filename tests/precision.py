@@ -58,12 +58,12 @@ def draws(oracle: Callable[[], Any], step: float = torch.finfo(torch.float32).ep
         return [oracle() for _ in range(DRAWS)]
 
 
-def integer_step(tokens: int) -> float:
+def integer_step() -> float:
     """What kernels that multiply activations as integers may change each by, in parts of the largest of 32
-    (csrc/cpu/quantised_matmul/): half of what one more is worth, and what float32 loses on the way there."""
-    if cpu_missing() or torch.ops.shadowkv.cpu_isa() != "avx512":
-        return 2.0**-20
-    return 0.501 / (127 * 257 if tokens <= 12 else 127)
+    (csrc/cpu/quantised_matmul/): half of what one more is worth, and three roundings of float32 on the way there and
+    back."""
+    of_bytes = not cpu_missing() and torch.ops.shadowkv.cpu_isa() == "avx512"
+    return 0.5 / (127 if of_bytes else 63 * (1 + 2**7 + 2**14)) + 3 * 2.0**-24
 
 
 def assert_close_like_lowp(out: Tensor, exact: Tensor, *lowp: Tensor) -> None:

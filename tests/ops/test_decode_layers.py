@@ -118,7 +118,7 @@ def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> 
     single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
     with InFloat64():
         exact = results(reference, x.double(), double, tokens)
-    lowp = draws(lambda: results(reference, x, copied(single), tokens), integer_step(len(x)))
+    lowp = draws(lambda: results(reference, x, copied(single), tokens), integer_step())
     try:
         torch.set_num_threads(threads)
         found = results(decode_layers, x, layers, tokens)

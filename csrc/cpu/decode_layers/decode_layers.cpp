@@ -41,13 +41,14 @@ int64_t count_products(const Projection& by) {
 
 DecodeLayers::DecodeLayers(
     const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-    const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention)
+    const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads)
     : sizes(sizes),
       layers(layers),
       rope(rope),
       tokens(tokens),
       plan(plan),
       buffers(buffers),
+      threads(threads),
       first(behind_attention ? OUT_INPUT : INPUT),
       last(to_attention ? (layers.size() - 1) * STAGES + OUT_INPUT : layers.size() * STAGES + 1),
       progress(last),
@@ -66,10 +67,11 @@ void DecodeLayers::run() {
   Scratch scratch = {MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim)};
   for (int64_t stage = first; stage < last; ++stage) {
     const int64_t tasks = count_tasks(stage);
+    const int64_t parts = is_product(stage) ? TaskRuns::parts_for(threads) : tasks;
     Progress& at = progress[stage];
-    for (int64_t task; (task = at.next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      run_task(stage, task, scratch);
-      at.done.fetch_add(1, std::memory_order_release);
+    for (TaskRun run; (run = at.next.draw(tasks, parts)).size() > 0;) {
+      for (int64_t task = run.first; task < run.last; ++task) run_task(stage, task, scratch);
+      at.done.fetch_add(run.size(), std::memory_order_release);
     }
     for (int spins = 0; at.done.load(std::memory_order_acquire) < tasks;)
       if (++spins < SPINS)
@@ -77,6 +79,11 @@ void DecodeLayers::run() {
       else
         std::this_thread::yield();
   }
+}
+
+bool DecodeLayers::is_product(int64_t stage) {
+  const int64_t kind = stage % STAGES;
+  return kind == QKV || kind == OUT || kind == GATE_UP || kind == DOWN;
 }
 
 int64_t DecodeLayers::count_tasks(int64_t stage) const {

@@ -1,5 +1,5 @@
-// Products of bytes with tiles of rows, for AVX-512 with VNNI: of few tokens, whose activations are two bytes, with codes
-// as they come out of their blocks, and of many, one byte each, with codes that are unpacked once for all of them.
+// Products of activations that are bytes with tiles of rows, for AVX-512 with VNNI: of few tokens, with codes as they come
+// out of their blocks. Those of many (multiply_panels.inc.h) add up in the same order.
 
 #include "row_tiles.inc.h"
 
@@ -9,10 +9,9 @@ static SHADOWKV_INLINE Wide four_bytes(const int8_t* from) {
   return all_lanes(bytes);
 }
 
-// 32 activations as integers of DIGITS bytes. A scale is NaN where one is not finite.
-template <int DIGITS>
-static SHADOWKV_INLINE void make_bytes(const float* x, ByteRun<DIGITS>& to) {
-  constexpr float LARGEST = DIGITS == 2 ? 127 * 257 : 127;
+// 32 activations as bytes. Their scale is NaN where one is not finite.
+static SHADOWKV_INLINE void make_byte_run(const float* x, ByteRun& to) {
+  constexpr float LARGEST = 127;
   const __m512 numbers[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
   const Wide most = _mm512_max_epi32(
       masked(_mm512_castps_si512(numbers[0]), 0x7fffffff), masked(_mm512_castps_si512(numbers[1]), 0x7fffffff));
@@ -21,32 +20,26 @@ static SHADOWKV_INLINE void make_bytes(const float* x, ByteRun<DIGITS>& to) {
   __builtin_memcpy(&largest, &bits, sizeof largest);
   const bool finite = bits < 0x7f800000, usable = finite && largest > 1e-30f;  // the inverse of less could be infinite
   const __m512 inverse = _mm512_set1_ps(usable ? LARGEST / largest : 0.0f);
-  int32_t total = 0;
   for (int half = 0; half < 2; ++half) {
     const Wide integers = usable ? _mm512_cvtps_epi32(_mm512_mul_ps(numbers[half], inverse)) : _mm512_setzero_si512();
-    const int32_t sum = _mm512_reduce_add_epi32(integers);
-    to.negative[half] = -sum;
-    total += sum;
-    if (DIGITS == 2) {
-      const Wide low = _mm512_srai_epi32(_mm512_slli_epi32(integers, 24), 24);
-      const Wide high = _mm512_srai_epi32(_mm512_sub_epi32(integers, low), 8);
-      _mm_storeu_si128((__m128i*)(to.digits[0] + 16 * half), _mm512_cvtepi32_epi8(high));
-      _mm_storeu_si128((__m128i*)(to.digits[DIGITS - 1] + 16 * half), _mm512_cvtepi32_epi8(low));
-    } else {
-      _mm_storeu_si128((__m128i*)(to.digits[0] + 16 * half), _mm512_cvtepi32_epi8(integers));
-    }
+    _mm_storeu_si128((__m128i*)(to.numbers + 16 * half), _mm512_cvtepi32_epi8(integers));
+    to.negative[half] = -_mm512_reduce_add_epi32(integers);
   }
   to.scale = finite ? largest / LARGEST : __builtin_nanf("");
-  to.total = (float)total * to.scale;
+  to.total = (float)-(to.negative[0] + to.negative[1]) * to.scale;
 }
 
-template <int DIGITS>
-static SHADOWKV_INLINE void make_byte_runs(const float* x, int64_t columns, ByteRun<DIGITS>* to) {
-  for (int64_t i = 0; i < columns; i += 32) make_bytes<DIGITS>(x + i, to[i / 32]);
+static void make_bytes(const float* x, int64_t columns, ByteRun* to) {
+  for (int64_t i = 0; i < columns; i += 32) make_byte_run(x + i, to[i / 32]);
 }
 
-static void make_two_bytes(const float* x, int64_t columns, ByteRun<2>* to) { make_byte_runs<2>(x, columns, to); }
-static void make_one_byte(const float* x, int64_t columns, ByteRun<1>* to) { make_byte_runs<1>(x, columns, to); }
+// What the integers of a sum of products begin with, for codes from -OFFSET on.
+template <typename Tile>
+static SHADOWKV_INLINE Wide before_products(const ByteRun& run, int half) {
+  if (Tile::OFFSET == 0) return _mm512_setzero_si512();
+  const int32_t negative = Tile::COLUMNS == 16 ? run.negative[half] : run.negative[0] + run.negative[1];
+  return all_lanes(negative * Tile::OFFSET);
+}
 
 // Rows of a tile from `first` on. Past the end the last one is multiplied again, and its products are discarded.
 static SHADOWKV_INLINE void rows_of_tile(
@@ -62,14 +55,14 @@ static SHADOWKV_INLINE uint16_t valid_lanes(int64_t rows) {
 // out [N, ...] of N tokens, `token_runs` apart, in the columns of a tile's rows.
 template <BlockKind KIND, int N>
 static SHADOWKV_INLINE void multiply_row_tile(
-    const uint8_t* const* rows, int64_t ahead, int64_t columns, const ByteRun<2>* x, int64_t token_runs, float* out,
+    const uint8_t* const* rows, int64_t ahead, int64_t columns, const ByteRun* x, int64_t token_runs, float* out,
     int64_t out_row, uint16_t valid) {
   typedef RowTile<KIND> Tile;
   constexpr BlockFormat FORMAT = BLOCK_FORMATS[KIND];
   constexpr int64_t UNIT_BYTES = TILE_LANES * FORMAT.bytes * Tile::COLUMNS / FORMAT.values;
   const uint8_t* next = rows[0] + ahead;
   __m512 sums[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int n = 0; n < N; ++n) sums[n] = _mm512_setzero_ps();
   for (int64_t start = 0; start < columns; start += FORMAT.values) {
     const int64_t at = start / FORMAT.values * FORMAT.bytes;
@@ -79,52 +72,48 @@ static SHADOWKV_INLINE void multiply_row_tile(
       // Of the next tile, into the second cache: pieces of rows are too short for the hardware prefetcher.
       for (int64_t i = 0; i < UNIT_BYTES; i += 64)
         __builtin_prefetch(next + TILE_LANES * at + unit * UNIT_BYTES + i, 0, 2);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        const ByteRun<2>& token = x[n * token_runs + (start + unit * Tile::COLUMNS) / 32];
-        const int half = Tile::COLUMNS == 16 ? unit % 2 : 0;
-        Wide high = _mm512_setzero_si512(), low = high;
-        if (Tile::OFFSET != 0) {
-          const int32_t less = Tile::COLUMNS == 16 ? token.negative[half] : token.negative[0] + token.negative[1];
-          low = all_lanes(less * Tile::OFFSET);
-        }
+      const int half = Tile::COLUMNS == 16 ? unit % 2 : 0;
 #pragma GCC unroll 8
-        for (int i = 0; i < Tile::COLUMNS / 4; ++i) {
-          high = _mm512_dpbusd_epi32(high, codes[i], four_bytes(token.digits[0] + 16 * half + 4 * i));
-          low = _mm512_dpbusd_epi32(low, codes[i], four_bytes(token.digits[1] + 16 * half + 4 * i));
-        }
-        const __m512 products = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-        sums[n] = _mm512_fmadd_ps(products, _mm512_mul_ps(scales[unit], _mm512_set1_ps(token.scale)), sums[n]);
-        if (Tile::HAS_MINIMA) sums[n] = _mm512_fmadd_ps(minima[unit], _mm512_set1_ps(token.total), sums[n]);
+      for (int n = 0; n < N; ++n) {
+        const ByteRun& run = x[n * token_runs + (start + unit * Tile::COLUMNS) / 32];
+        Wide products = before_products<Tile>(run, half);
+#pragma GCC unroll 8
+        for (int i = 0; i < Tile::COLUMNS / 4; ++i)
+          products = _mm512_dpbusd_epi32(products, codes[i], four_bytes(run.numbers + 16 * half + 4 * i));
+        const __m512 factor = _mm512_mul_ps(scales[unit], _mm512_set1_ps(run.scale));
+        sums[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), factor, sums[n]);
+        if (Tile::HAS_MINIMA) sums[n] = _mm512_fmadd_ps(minima[unit], _mm512_set1_ps(run.total), sums[n]);
       }
     });
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int n = 0; n < N; ++n) _mm512_mask_storeu_ps(out + n * out_row, valid, sums[n]);
+}
+
+constexpr int MOST_TOKENS = 8;  // that share the codes of a tile in registers
+
+// Calls `work` for blocks of up to MOST_TOKENS tokens as `in_blocks` does.
+template <int N, typename Work>
+static SHADOWKV_INLINE void with_count(int64_t count, int64_t first, const Work& work) {
+  if constexpr (N < MOST_TOKENS)
+    if (count > N) return with_count<N + 1>(count, first, work);
+  work(Count<N>{}, first);
 }
 
 // The tokens of a block stay in the innermost cache while rows are read for them, and again for the next block's.
 template <BlockKind KIND>
 static void multiply_row_tiles(
-    const QuantisedMatrix& matrix, const ByteRun<2>* x, int64_t tokens, int64_t first, int64_t last, float* out,
+    const QuantisedMatrix& matrix, const ByteRun* x, int64_t tokens, int64_t first, int64_t last, float* out,
     int64_t out_row) {
   const int64_t token_runs = matrix.columns / 32;
   for (int64_t row = first; row < last; row += TILE_LANES) {
     const uint8_t* rows[TILE_LANES];
     rows_of_tile(matrix, row, last, TILE_LANES, rows);
-    in_blocks(tokens, [&](auto count, int64_t token) {
-      constexpr int N = decltype(count)::value;
-      multiply_row_tile<KIND, N>(
-          rows, TILE_LANES * matrix.row_bytes, matrix.columns, x + token * token_runs, token_runs,
-          out + token * out_row + row, out_row, valid_lanes(last - row));
-    });
+    for (int64_t token = 0; token < tokens; token += MOST_TOKENS)
+      with_count<1>(tokens - token, token, [&](auto count, int64_t block) {
+        multiply_row_tile<KIND, decltype(count)::value>(
+            rows, TILE_LANES * matrix.row_bytes, matrix.columns, x + block * token_runs, token_runs,
+            out + block * out_row + row, out_row, valid_lanes(last - row));
+      });
   }
-}
-
-static void multiply_two_bytes(
-    const QuantisedMatrix& matrix, const ByteRun<2>* x, int64_t tokens, int64_t first, int64_t last, float* out,
-    int64_t out_row) {
-  with_blocks(matrix.kind, [&](auto blocks) {
-    multiply_row_tiles<decltype(blocks)::FORMAT.kind>(matrix, x, tokens, first, last, out, out_row);
-  });
 }

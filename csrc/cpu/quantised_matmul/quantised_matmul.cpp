@@ -31,30 +31,27 @@ int64_t rows_per_task(int64_t weights, int64_t columns) {
   return TASK_ROWS * std::max<int64_t>(1, weights / (TASK_ROWS * columns));
 }
 
-Activations::Form Activations::form_of(bool many) {
-  if (instruction_set() == InstructionSet::avx512) return many ? Form::one_byte : Form::two_bytes;
+Activations::Form Activations::form_of(int64_t tokens) {
+  if (instruction_set() == InstructionSet::avx512) return Form::bytes;
   // From 16 tokens on, floats are faster: theirs are unpacked once for all tokens (Q4_1, 3,072 x 576, Zen 4).
-  return many || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
+  return tokens > FEW_TOKENS || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
 }
 
-Activations::Activations(int64_t tokens, int64_t columns, bool many)
+Activations::Activations(int64_t tokens, int64_t columns)
     : tokens(tokens),
       columns(columns),
-      form(form_of(many)),
+      form(form_of(tokens)),
       floats(form == Form::floats ? tokens * columns : 0),
       runs(form == Form::digits ? tokens * runs_of(columns) : 0),
-      two_bytes(form == Form::two_bytes ? tokens * (columns / 32) : 0),
-      one_byte(form == Form::one_byte ? tokens * (columns / 32) : 0) {}
+      bytes(form == Form::bytes ? tokens * (columns / 32) : 0) {}
 
 void Activations::write(int64_t token, const float* x) {
   if (form == Form::floats) std::memcpy(floats.data() + token * columns, x, columns * sizeof(float));
 #ifdef __x86_64__
   else if (form == Form::digits)
     avx2::make_integers(x, columns, runs.data() + token * runs_of(columns));
-  else if (form == Form::two_bytes)
-    avx512::make_two_bytes(x, columns, two_bytes.data() + token * (columns / 32));
   else
-    avx512::make_one_byte(x, columns, one_byte.data() + token * (columns / 32));
+    avx512::make_bytes(x, columns, bytes.data() + token * (columns / 32));
 #endif
 }
 
@@ -69,10 +66,8 @@ void multiply_rows(
 #ifdef __x86_64__
   else if (x.form == Activations::Form::digits)
     avx2::multiply_integers(matrix, x.runs.data(), x.tokens, first, last, out, out_row);
-  else if (x.form == Activations::Form::two_bytes)
-    avx512::multiply_two_bytes(matrix, x.two_bytes.data(), x.tokens, first, last, out, out_row);
   else
-    avx512::multiply_one_byte(matrix, x.one_byte.data(), x.tokens, first, last, scratch.lines.data(), out, out_row);
+    avx512::multiply_bytes(matrix, x.bytes.data(), x.tokens, first, last, scratch.lines.data(), out, out_row);
 #endif
 }
 

@@ -43,11 +43,10 @@ struct IntegerRuns {
   float scale[8], total[8];
 };
 
-// 32 activations of a token as integers of that many bytes, with their scale, the sum of the numbers that these stand
-// for, and those of the integers in each half with their signs changed.
-template <int DIGITS>
+// 32 activations of a token as integers of a byte, with their scale, the sum of the numbers that these stand for, and
+// those of the integers in each half with their signs changed.
 struct ByteRun {
-  int8_t digits[DIGITS][32];
+  int8_t numbers[32];
   float scale, total;
   int32_t negative[2];
 };
@@ -55,16 +54,16 @@ struct ByteRun {
 // Of a token with that many activations.
 constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
 
-// Tokens whose products lose about nothing; more of them lose what activations of one byte do, with AVX-512.
+// Tokens for which codes are multiplied as they come out of their blocks; for more, they are unpacked once for all.
 constexpr int64_t FEW_TOKENS = 12;
 
 // Rows that a thread takes at a time, about so many weights, a multiple of what any kernel multiplies at a time.
 int64_t rows_per_task(int64_t weights, int64_t columns);
 
-// Activations [tokens, columns] in the form in which few tokens or many are multiplied fastest on this machine.
+// Activations [tokens, columns] in the form in which so many are multiplied fastest on this machine.
 class Activations {
  public:
-  Activations(int64_t tokens, int64_t columns, bool many);
+  Activations(int64_t tokens, int64_t columns);
 
   // Writes a token's activations [columns]; from any thread.
   void write(int64_t token, const float* x);
@@ -73,17 +72,16 @@ class Activations {
   friend void multiply_rows(
       const QuantisedMatrix&, const Activations&, int64_t, int64_t, struct MatmulScratch&, float*, int64_t);
 
-  enum class Form { floats, digits, two_bytes, one_byte };
+  enum class Form { floats, digits, bytes };
 
-  static Form form_of(bool many);
+  static Form form_of(int64_t tokens);
 
   int64_t tokens, columns;
   Form form;
   // One of these:
-  std::vector<float> floats;              // [tokens, columns]
-  std::vector<IntegerRuns> runs;          // [tokens, runs_of(columns)]
-  std::vector<ByteRun<2>> two_bytes;      // [tokens, columns / 32]
-  std::vector<ByteRun<1>> one_byte;       // [tokens, columns / 32]
+  std::vector<float> floats;      // [tokens, columns]
+  std::vector<IntegerRuns> runs;  // [tokens, runs_of(columns)]
+  std::vector<ByteRun> bytes;     // [tokens, columns / 32]
 };
 
 // A register of a panel of rows.

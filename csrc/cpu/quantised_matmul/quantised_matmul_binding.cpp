@@ -42,17 +42,16 @@ int64_t rows_per_task(int64_t columns) {
 }
 
 // out [tokens, rows] = x [tokens, columns] times the matrix.
-void multiply(const shadowkv::QuantisedMatrix& matrix, const float* x, int64_t tokens, bool many, float* out) {
-  shadowkv::Activations activations(tokens, matrix.columns, many);
+void multiply(const shadowkv::QuantisedMatrix& matrix, const float* x, int64_t tokens, float* out) {
+  shadowkv::Activations activations(tokens, matrix.columns);
   at::parallel_for(0, tokens, shadowkv::FEW_TOKENS, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; ++token) activations.write(token, x + token * matrix.columns);
   });
-  const int64_t run = rows_per_task(matrix.columns), tasks = (matrix.rows + run - 1) / run;
-  shadowkv::share_tasks(tasks, [&](const auto& next) {
+  const int64_t rows = rows_per_task(matrix.columns), tasks = (matrix.rows + rows - 1) / rows;
+  shadowkv::share_runs(tasks, [&](int64_t first, int64_t last) {
     shadowkv::MatmulScratch scratch(tokens);
-    for (int64_t i; (i = next()) < tasks;)
-      shadowkv::multiply_rows(
-          matrix, activations, i * run, std::min((i + 1) * run, matrix.rows), scratch, out, matrix.rows);
+    shadowkv::multiply_rows(
+        matrix, activations, first * rows, std::min(last * rows, matrix.rows), scratch, out, matrix.rows);
   });
 }
 
@@ -64,13 +63,11 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
   const Tensor tokens = x.contiguous();
   Tensor out = at::empty({x.size(0), matrix.rows}, x.options());
   if (out.numel() == 0) return out;
-  // Whether tokens are few is asked of all of them: the last ones are multiplied like those before.
-  const bool many = x.size(0) > shadowkv::FEW_TOKENS;
   const float* from = tokens.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   for (int64_t first = 0; first < x.size(0); first += TOKENS_AT_ONCE)
     multiply(
-        matrix, from + first * matrix.columns, std::min(TOKENS_AT_ONCE, x.size(0) - first), many,
+        matrix, from + first * matrix.columns, std::min(TOKENS_AT_ONCE, x.size(0) - first),
         to + first * matrix.rows);
   return out;
 }
