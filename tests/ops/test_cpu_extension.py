@@ -305,7 +305,7 @@ def test_older_instruction_sets(isa):
     here = Path(__file__).parent
     program = f"""
 import sys
-sys.path[:0] = [{str(here)!r}]
+sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]
 import torch
 from plain_formulas import assert_close
 import test_cpu_attend_selected as selected

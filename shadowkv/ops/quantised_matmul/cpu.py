@@ -1,5 +1,5 @@
-"""Products with rows in a GGUF file's blocks in C++, without a copy of the rows for few tokens:
-``csrc/cpu/quantised_matmul/``; those in other forms as the reference has them."""
+"""Products with rows in a GGUF file's blocks in C++, without a copy of the rows for few tokens, or with AVX-512 for any
+number: ``csrc/cpu/quantised_matmul/``; those in other forms as the reference has them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
-    """Same as the reference, with weights in blocks that are never rounded. With AVX-512 activations are: to 16 bits
-    for up to 12 tokens, to 8 for more, with a scale for every 32 of them."""
+    """Same as the reference, with weights in blocks that are never rounded. With AVX-512 activations are, to 8 bits with
+    a scale for every 32 of them: an activation changes by up to 1/254 of the largest of these."""
     if in_blocks(weight.form) and _fused(x):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)
