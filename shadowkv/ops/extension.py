@@ -55,7 +55,6 @@ def cpu_missing() -> list[str]:
     except OSError as error:
         return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
-        _advise_huge_pages,
         _attend_selected,
         _decode_layers,
         _dequantise_blocks,
@@ -90,10 +89,6 @@ def block_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one thread block on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
     return int(properties.shared_memory_per_block_optin)
-
-
-def _advise_huge_pages(x: Tensor) -> None:
-    """It computes nothing."""
 
 
 def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -157,6 +157,5 @@ def test_the_fakes_have_the_shapes_of_the_ops() -> None:
     for op, args in (
         (ops.quantised_matmul, (torch.randn(2, 256), blocks, "Q4_K")),
         (ops.dequantise_blocks, (blocks, "Q4_K")),
-        (ops.advise_huge_pages, (blocks,)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))

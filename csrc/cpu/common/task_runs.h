@@ -17,8 +17,8 @@ struct TaskRun {
 
 class TaskRuns {
  public:
-  // The next of so many tasks: one part of those that are left, at least one task. Parts become smaller, so that threads
-  // end at about the same time, and what follows a task in memory is nearly always read by the same thread.
+  // The next of so many tasks: one part of those that are left, at least one task. Parts become smaller, so that
+  // threads end at about the same time, and what follows a task in memory is nearly always read by the same thread.
   TaskRun draw(int64_t tasks, int64_t parts) {
     int64_t first = next.load(std::memory_order_relaxed), count;
     do {

@@ -7,7 +7,7 @@ constexpr int TOKENS = 6;  // that share a register tile
 template <typename Tile>
 constexpr int UNIT_LINES = PANEL_TILES * (Tile::COLUMNS / 4 + 1 + Tile::HAS_MINIMA);
 
-// Columns of a tile's rows from the blocks at `at` on, into its lines of a panel, in the order in which a tile has them.
+// Columns of a tile's rows from the blocks at `at` on, into its lines of a panel, in the order of `unit_at`.
 template <BlockKind KIND>
 static void pack_tile(const uint8_t* const* rows, int64_t at, int64_t columns, PanelLine* to) {
   typedef RowTile<KIND> Tile;

@@ -1,5 +1,5 @@
-// Products of activations that are bytes with tiles of rows, for AVX-512 with VNNI: of few tokens, with codes as they come
-// out of their blocks. Those of many (multiply_panels.inc.h) add up in the same order.
+// Products of activations that are bytes with tiles of rows, for AVX-512 with VNNI: of few tokens, with codes as they
+// come out of their blocks. Those of many (multiply_panels.inc.h) add up in the same order.
 
 #include "row_tiles.inc.h"
 

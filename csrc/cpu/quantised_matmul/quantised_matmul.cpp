@@ -17,7 +17,7 @@ namespace shadowkv {
 namespace {
 
 constexpr int64_t TASK_ROWS = 32, TILE_ROWS = 4, MOST_LANES = 16;
-constexpr int64_t PANEL_LINES = PANEL / 32 * 20;  // 32 columns of 32 rows have 16 lines of codes, 2 of scales, 2 of minima
+constexpr int64_t PANEL_LINES = PANEL / 32 * 20;  // 32 columns of 32 rows: 16 of codes, 2 of scales, 2 of minima
 
 }  // namespace
 
@@ -55,11 +55,12 @@ void Activations::write(int64_t token, const float* x) {
 #endif
 }
 
-MatmulScratch::MatmulScratch(int64_t tokens) : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES), lines(PANEL_LINES) {}
+MatmulScratch::MatmulScratch(int64_t tokens)
+    : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES), lines(PANEL_LINES) {}
 
 void multiply_rows(
-    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch, float* out,
-    int64_t out_row) {
+    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch,
+    float* out, int64_t out_row) {
   if (x.form == Activations::Form::floats)
     SHADOWKV_BEST(multiply_floats)(
         matrix, x.floats.data(), x.tokens, first, last, scratch.panel.data(), scratch.sums.data(), out, out_row);

@@ -98,11 +98,11 @@ struct MatmulScratch {
   explicit MatmulScratch(int64_t tokens);
 };
 
-// out [tokens, ...], rows `out_row` apart, in columns `first` to `last`, = x times these rows of the matrix. Elements are
-// bitwise equal regardless of the rows that they are computed with, and of the tokens where these have the same form.
+// out [tokens, ...], rows `out_row` apart, in columns `first` to `last`, = x times these rows of the matrix. Elements
+// are bitwise equal regardless of the rows that they are computed with, and of the tokens where these have the same form.
 void multiply_rows(
-    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch, float* out,
-    int64_t out_row);
+    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch,
+    float* out, int64_t out_row);
 
 // out [columns] = a row.
 void unpack_row(const QuantisedMatrix& matrix, int64_t row, float* out);

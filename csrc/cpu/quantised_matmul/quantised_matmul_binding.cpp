@@ -4,10 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <string_view>
 
@@ -82,24 +78,12 @@ Tensor dequantise_blocks(const Tensor& blocks, std::string_view format) {
   return out;
 }
 
-// Asks for large pages for x, before it is written: weights are read once a step, and pages of 4 KiB slow that down.
-void advise_huge_pages(const Tensor& x) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t PAGE = 4096;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.const_data_ptr()), first = (begin + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t last = (begin + x.nbytes()) / PAGE * PAGE;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // advice: it may be ignored
-#endif
-}
-
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
-  m.def("advise_huge_pages(Tensor x) -> ()");
   m.def("quantised_matmul(Tensor x, Tensor blocks, str form) -> Tensor");
   m.def("dequantise_blocks(Tensor blocks, str form) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
-  m.impl("advise_huge_pages", advise_huge_pages);
   m.impl("quantised_matmul", quantised_matmul);
   m.impl("dequantise_blocks", dequantise_blocks);
 }

@@ -34,8 +34,8 @@ static SHADOWKV_INLINE Wide load_column(const uint8_t* const* rows, int64_t at) 
     quarters[i] = _mm_unpacklo_epi64(
         _mm_unpacklo_epi32(number(0), number(1)), _mm_unpacklo_epi32(number(2), number(3)));
   }
-  return _mm512_inserti64x4(
-      _mm512_castsi256_si512(_mm256_set_m128i(quarters[1], quarters[0])), _mm256_set_m128i(quarters[3], quarters[2]), 1);
+  const __m256i first = _mm256_set_m128i(quarters[1], quarters[0]), last = _mm256_set_m128i(quarters[3], quarters[2]);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), last, 1);
 }
 
 // The float16 numbers in the lower or upper halves of lanes.
@@ -54,8 +54,8 @@ static SHADOWKV_INLINE __m512 byte_of(Wide x, int at) {
 }
 
 // Of every format: a number is (code - OFFSET) * scale + minimum, with a scale for COLUMNS columns: a unit. `parameters`
-// reads scales, and minima where there are any, of the units of a block. `codes` gives the codes of each unit to `use`, with
-// its number in the block: `unit_at` says in which order.
+// reads scales, and minima where there are any, of the units of a block. `codes` gives the codes of each unit to `use`,
+// with its number in the block: `unit_at` says in which order.
 template <BlockKind>
 struct RowTile;
 
@@ -184,7 +184,8 @@ struct RowTile<Q6_K> {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           const Wide low = run < 2 ? lower[run][i] : _mm512_srli_epi32(lower[run - 2][i], 4);
-          const Wide moved = run < 2 ? _mm512_slli_epi32(upper[i], 4 - 2 * run) : _mm512_srli_epi32(upper[i], 2 * run - 4);
+          const Wide high = upper[i];
+          const Wide moved = run < 2 ? _mm512_slli_epi32(high, 4 - 2 * run) : _mm512_srli_epi32(high, 2 * run - 4);
           codes[i] = _mm512_or_si512(masked(low, NIBBLES), masked(moved, PAIRS));
         }
         use(unit_at(4 * piece + run), codes);
