@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from precision import assert_close_like_lowp, draws_in_blocks
 from session import Session
 from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
+from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.running.caches import prefill_all
 from shadowkv.kvcache.presets import preset
@@ -84,19 +87,28 @@ def oracle() -> Any:
         return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def dequantised() -> LoadedModel:
+    """In float32: where activations are rounded to 8 bits, as for blocks, other orders of sums are other roundings."""
+    return load_from_config(EngineConfig(quantization="none"))
+
+
 def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedModel, oracle: Any) -> None:
     ids = loaded.tokenizer.encode(
         "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon;\n\n"
         "def f(x):\n    return x\n"
     )
-    with torch.no_grad():
-        theirs = oracle(torch.tensor([ids])).logits[0]
-    # Logits reach 37 and went through 30 layers of float32 in another order of operations: 8e-5 apart when measured.
     for count in (5, len(ids)):
-        torch.testing.assert_close(all_logits(loaded, ids[:count]), theirs[:count], atol=5e-4, rtol=0)
+        tokens = torch.tensor([ids[:count]])
+        with torch.no_grad():
+            theirs, rounded = oracle(tokens).logits[0], [x.logits[0] for x in draws_in_blocks(partial(oracle, tokens))]
+        assert_close_like_lowp(all_logits(loaded, ids[:count]), theirs.double(), *rounded)
 
 
-def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:
+def test_ten_greedy_answers_equal_transformers_token_for_token(oracle: Any) -> None:
+    """With weights dequantised, as Transformers has them: products with blocks may round activations to 8 bits."""
+    sizes = {"max_num_seqs": 24, "max_model_len": 4608}
+    llm = LLM(DEFAULT_MODEL, quantization="none", kv="shadowkv", kv_dense_below=0, **sizes)
     prompts = [chat(llm, f"Write a short text about {topic}.") for topic in TOPICS]
     for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY)):
         assert len(answer.outputs[0].token_ids) == 40 and len(prompt) < 64 < len(prompt) + 40  # over the end of a page
@@ -170,10 +182,10 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
     ],
 )
 def test_second_turn_extends_the_cached_sequence(
-    llm: LLM, loaded: LoadedModel, kv: str, count: int, limit: float
+    llm: LLM, dequantised: LoadedModel, kv: str, count: int, limit: float
 ) -> None:
     first = chat(llm, llm.get_tokenizer().decode(filler(llm, count, seed=2)) + " Sum this up in a sentence.")
-    session = Session(loaded, preset(kv), 2000)
+    session = Session(dequantised, preset(kv), 2000)
     answer = [token for token, _ in session.greedy(first, 20)]
     assert (session.sequence.sealed > 0) == session.cache.spec.seals
     # The answer's last token was sampled and never fed.
@@ -182,7 +194,7 @@ def test_second_turn_extends_the_cached_sequence(
     )
     forced = llm.get_tokenizer().encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
     extended = session.force(second, forced)
-    fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
+    fresh = Session(dequantised, preset(kv), 2000).force(first + answer[:-1] + second, forced)
     assert kl_divergence(fresh, extended).mean() <= limit
 
 

@@ -11,7 +11,7 @@ import torch
 from dense_cache import packed_logits
 from families import build
 from gguf_files import write_model
-from precision import assert_close_like_lowp, draws, integer_step
+from precision import assert_close_like_lowp, draws_in_blocks
 from test_adapter import write_adapter
 from test_families import sequences
 from thread_group import on_ranks
@@ -57,7 +57,7 @@ def assert_same_logits(ours: LoadedModel, theirs: LoadedModel) -> None:
 def assert_close_to_plain(found: list[Tensor], plain: Decoder, tokens: list[list[int]]) -> None:
     """Logits are those of plain weights, but for what kernels round activations to."""
     exact = packed_logits(plain, tokens)
-    drawn = draws(lambda: packed_logits(plain, tokens), integer_step())
+    drawn = draws_in_blocks(lambda: packed_logits(plain, tokens))
     for mine, other, *lowp in zip(found, exact, *drawn, strict=True):
         assert other.abs().max() > 0.1
         assert_close_like_lowp(mine, other.double(), *lowp)

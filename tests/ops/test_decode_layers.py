@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision import InFloat64, assert_close_like_lowp, draws, integer_step
+from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
 
@@ -118,7 +118,7 @@ def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> 
     single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
     with InFloat64():
         exact = results(reference, x.double(), double, tokens)
-    lowp = draws(lambda: results(reference, x, copied(single), tokens), integer_step())
+    lowp = draws_in_blocks(lambda: results(reference, x, copied(single), tokens))
     try:
         torch.set_num_threads(threads)
         found = results(decode_layers, x, layers, tokens)
