@@ -105,7 +105,7 @@ def attend_blocks(case: tuple[int, float]) -> list[Row]:
     operations = 4 * DIM * BLOCK * BLOCK * int(blocks[1].sum())
     table: list[Row] = []
     for name, backend in backends(attend_triton, attend_cuda).items():
-        check_attention(backend.attend_blocks(q, k, v, *blocks), q, k, v, blocks)
+        check_attention(backend.attend_blocks(q, k, v, *blocks)[0], q, k, v, blocks)
         taken = microseconds([lambda backend=backend: backend.attend_blocks(q, k, v, *blocks)] * 3, rounds=7)
         row: Row = {
             "backend": name, "queries": QUERIES, "keys": keys, "density": density, "kv heads": HEADS, "group": GROUP,

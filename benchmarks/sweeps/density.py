@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.provenance import provenance
 from shadowkv.eval.running.caches import open_cache, prefill

@@ -37,7 +37,7 @@ from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.suites.ruler import TASKS
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, exact_values, sealed_rows
+from shadowkv.kvcache.inspection import decode_part, exact_elsewhere, exact_keys, exact_values, sealed_rows
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import POLICY_HELP, PRESETS, preset
@@ -265,8 +265,8 @@ def distortions(
 
 def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: CachedSequence) -> Iterator[Tensor]:
     """Relative squared errors of each layer's sealed rows, float64 [2, n]: of keys and of values."""
-    dense = full.decode_batch(full.plan_decode([exact]))
-    batch = cache.decode_batch(cache.plan_decode([sequence])).sealed
+    dense, coded = decode_part(full, [exact]), decode_part(cache, [sequence])
+    batch = coded.sealed
     if batch is None:
         return
     tokens = batch.pages.shape[1] * PAGE

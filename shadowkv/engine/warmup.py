@@ -1,7 +1,7 @@
 """Warm-up: what compiles or is captured on first use is used once, so that the first prompt is as fast as the tenth.
 
 A few requests go through the engine's own steps. They are aborted before they end, except one that a later turn
-continues; what is kept of that is evicted. Then decode steps are captured for all sizes of a batch.
+continues; what is kept of that is evicted. Then decode steps are captured for all sizes of a batch (``GraphGrid``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
 import torch
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.execution.cuda_graphs import MOST_GRAPHS
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current
@@ -38,16 +38,26 @@ MORE = 8
 GRID_SECONDS = 15.0
 """How long graphs are captured at start; later shapes are captured when they have been met often enough."""
 
+SERVER_SECONDS = 3.0
+"""The same for a server, which captures more whenever it is idle: one at a time, as long as nothing comes."""
+
 GRID_BYTES = GRAPH_BYTES * 3 // 4
 """Device memory for those."""
 
 
-def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
+def warm_up(
+    engine: Engine, stopped: Callable[[], bool] = lambda: False, seconds: float = GRID_SECONDS
+) -> GraphGrid | None:
     """Compiles and captures what first requests would wait for, if the device needs it and the config does not skip it;
-    ends early once ``stopped``. To be called on the thread that steps."""
-    if engine.device.type == "cuda" and not engine.config.skip_warmup:
-        use_everything_once(engine, stopped)
-        capture_grid(engine, stopped)
+    ends early once ``stopped``. To be called on the thread that steps.
+
+    Returns the graphs that ``seconds`` were too short for, for idle times; None where there are none.
+    """
+    if engine.device.type != "cuda" or engine.config.skip_warmup:
+        return None
+    use_everything_once(engine, stopped)
+    grid = GraphGrid(engine)
+    return grid if grid.capture(seconds, stopped) else None
 
 
 def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -86,56 +96,71 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
 
-def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Captures decode steps of an engine without requests, if its steps are graphs: for each number of pages that
-    sequences may have, from the fewest, those of all sizes of a batch, up to ``GRID_SECONDS`` and ``GRID_BYTES``. The
-    log says how far that went. Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt."""
-    graphs, cache, runner = engine.runner.graphs, engine.cache, engine.runner
-    if graphs is None:
-        return
-    began, free, longest = time.monotonic(), free_bytes(engine.device), 0
-    most = engine.config.max_num_seqs
-    batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
-    before = len(graphs.graphs)
+class GraphGrid:
+    """Captures decode steps of an engine, if its steps are graphs, where nothing else is to be done: for each number of
+    pages that sequences may have, from the fewest, those of all sizes of a batch, alone and with prompts, up to
+    ``GRID_BYTES``. The log says how far that went."""
 
-    def spent() -> tuple[float, int]:
-        return time.monotonic() - began, free - free_bytes(engine.device)
+    def __init__(self, engine: Engine) -> None:
+        most = engine.config.max_num_seqs
+        self.engine, self._left, self._longest = engine, self._captures(), 0
+        self._batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
+        self._before = 0 if engine.runner.graphs is None else len(engine.runner.graphs.graphs)
+        self._began, self._free = time.monotonic(), free_bytes(engine.device)
 
-    def ended() -> bool:
-        seconds, nbytes = spent()
-        full = len(graphs.graphs) >= MOST_GRAPHS // 2
-        return full or seconds > GRID_SECONDS or nbytes > GRID_BYTES or stopped()
+    def capture(self, seconds: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Captures one graph, and more while ``seconds`` have not passed; returns whether there are more. Ends early
+        once ``stopped``, or on Ctrl-C, with KeyboardInterrupt."""
+        end, more = time.monotonic() + seconds, not stopped()
+        with interrupts_deferred() as interruptible, current(self.engine.device):
+            while more and next(self._left, True) is None:
+                interruptible()
+                if stopped() or time.monotonic() >= end:
+                    break
+            else:
+                more = False
+        if seconds or not more:
+            self._log(more)
+        return more
 
-    with interrupts_deferred() as interruptible, current(engine.device):
-        for tokens in _lengths(engine):
-            if ended() or not cache.demand(tokens, tokens + 1).within(cache.free):
-                break
-            sequence = cache.allocate(tokens, tokens + 1)
-            try:
-                for batch in batches:
-                    interruptible()
-                    if ended():
-                        break
-                    if (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
+    def _captures(self) -> Iterator[None]:
+        """Pauses after each graph."""
+        graphs, cache, runner = self.engine.runner.graphs, self.engine.cache, self.engine.runner
+        if graphs is None:
+            return
+        for tokens in _lengths(self.engine):
+            for rows, batch in [*((0, batch) for batch in self._batches), *graphs.mixed_shapes()]:
+                full = len(graphs.graphs) >= MOST_GRAPHS // 2
+                room = cache.demand(tokens, tokens + 1).within(cache.free)
+                if full or not room or self._free - free_bytes(self.engine.device) > GRID_BYTES:
+                    return
+                captures = graphs.captures
+                sequence = cache.allocate(tokens, tokens + 1)
+                try:
+                    if rows:
+                        runner.prepare_mixed(sequence, tokens, rows, batch)
+                    elif (plan := runner.unprepared([], [(sequence, tokens)] * batch)) is not None:
                         runner.prepare(plan)
-                    longest = tokens if batch == 1 else longest
-                for rows, batch in graphs.mixed_shapes():
-                    interruptible()
-                    if ended():
-                        break
-                    runner.prepare_mixed(sequence, tokens, rows, batch)
-            finally:
-                cache.release(sequence)
-    seconds, nbytes = spent()
-    logger.info(
-        "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when they are met",
-        len(graphs.graphs) - before,
-        counted(len(batches), "batch size"),
-        most,
-        f"{longest:,}",
-        seconds,
-        nbytes / MIB,
-    )
+                finally:
+                    cache.release(sequence)
+                self._longest = tokens if batch == 1 else self._longest
+                if graphs.captures > captures:
+                    yield
+
+    def _log(self, more: bool) -> None:
+        graphs = self.engine.runner.graphs
+        if graphs is None:
+            return
+        logger.info(
+            "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when %s",
+            len(graphs.graphs) - self._before,
+            counted(len(self._batches), "batch size"),
+            self.engine.config.max_num_seqs,
+            f"{self._longest:,}",
+            time.monotonic() - self._began,
+            (self._free - free_bytes(self.engine.device)) / MIB,
+            "there is time or they are met" if more else "they are met",
+        )
 
 
 def _lengths(engine: Engine) -> list[int]:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.kvcache.batch import Batch as Parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
-from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
-from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.configs.model_config import ModelConfig
@@ -40,7 +39,7 @@ class Step:
         end: ends the pass.
     """
 
-    blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
+    blocks: list[tuple[Parts, slice]]
     shape: tuple[int, int]
     rows: Tensor | None
     cos: Tensor
@@ -86,7 +85,7 @@ class Batch:
         Args:
             mask: bool [B, columns], False for padding; None where there is none.
             position_ids: int64 [B or 1, T], of the model's RoPE.
-            sinks: as in ``KVCache.attend``.
+            sinks: as in ``KVCache.start``.
         """
         if layer == 0:
             if self.step is not None:
@@ -96,9 +95,11 @@ class Batch:
         assert cache is not None and step is not None, "layers are called in order"
         q, k, v = (_rows(x.transpose(1, 2), step.rows) for x in (q, k, v))
         q, k = (rope_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
+        parts = []
         for block, part in step.blocks:
             cache.append(layer, k[part], v[part], block)
-        attended = torch.cat([cache.attend(layer, q[part], block, sinks) for block, part in step.blocks])
+            parts.append(cache.start(layer, q[part], block, sinks)())
+        attended = torch.cat(parts)
         step.finish_layer(layer)
         rows, columns = step.shape
         if layer + 1 == self.config.num_layers:
@@ -120,7 +121,7 @@ class Batch:
             raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
         if self.sequences and len(self.sequences) != rows:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, and {rows} go on; reset() forgets them")
-        blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
+        blocks: list[tuple[Parts, slice]]
         if self.sequences and columns == 1:
             self._check_lengths([1] * rows)
             there, plan = None, cache.plan_decode(self.sequences)
@@ -132,8 +133,8 @@ class Batch:
             prefill = cache.prefill_batch(self._admit(cache, counts))
             size = BLOCK_TOKENS[cache.device.type]
             starts = range(0, prefill.num_tokens, size)
-            prefill_blocks = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
-            blocks = [(block, slice(block.start, block.stop)) for block in prefill_blocks]
+            spans = [slice(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(prefill.block(span.start, span.stop), span) for span in spans]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)

@@ -2,31 +2,31 @@
 
 ShadowKV, arXiv:2410.21465. Policies differ only in their parts. A cache is made of groups of layers that are alike
 (``group.LayerGroup``): each has a policy and pages of its own, and a sequence is in all of them. Models call
-``append``, ``begin`` or ``attend``, and ``finish_prefill``; an engine holds sequences (``allocate``, ``extend``,
-``fork``, ``trim``, ``release``) and runs steps (``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences
-into bytes (``snapshots.open_reading``) and bytes into sequences (``snapshots.restore``). ``inspection.py`` shows what
-is stored.
+``append`` and ``start`` with a ``batch.Batch``; an engine holds sequences (``allocate``, ``extend``, ``fork``,
+``trim``, ``release``), makes batches of their next tokens (``plan_decode``, ``decode_batch``, ``end_decode``) and of
+prompts (``prefill_batch``, ``finish_prefill``, ``end_prefill``), turns sequences into bytes
+(``snapshots.open_reading``) and bytes into sequences (``snapshots.restore``). ``inspection.py`` shows what is
+stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.mixed_batch import MixedBatch
-from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import ExactPrompt, PrefillBatch, PrefillBlock
+from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
+from shadowkv.kvcache.prefill.exact import exact_prompts, numbers_of, starts_of
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
@@ -35,9 +35,6 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.snapshots import Snapshots
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
-
-Batch: TypeAlias = "DecodeBatch | PrefillBlock | ExactPrompt | MixedBatch"
-"""What goes through a layer together."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,6 @@ class KVCache:
             for number, group in enumerate(layout.groups)
         ]
         self._places = [(self.groups[number], at) for number, at in layout.places]
-        self._halves = [(group.number, group.prefill, group.decode, at) for group, at in self._places]
         self.pools = SequencePools(layout, [group.pool for group in self.groups])
         self.snapshots = Snapshots(self.pools, rope, self.device)
         # Of the first group, which is what most look into.
@@ -208,17 +204,17 @@ class KVCache:
             bounds: layers that are not stored together with the one before.
             packed: the same tokens of another cache, whose scratch is used; the sequences are then empty.
         """
-        batches: list[PrefillBatch] = []
+        groups: list[GroupPrefill] = []
+        shared = None if packed is None else packed.groups[0]
         for group in self.groups:
             own = [(sequence.of_group(group.number), count) for sequence, count in sequences]
-            batches.append(group.prefill.batch(own, bounds, batches[0] if batches else packed))
-        batches[0].further = tuple(batches[1:])
-        return batches[0]
+            groups.append(group.prefill.batch(own, bounds, groups[0] if groups else shared))
+        return PrefillBatch(groups)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores one layer's new tokens, in the policy's own form where the sequence is compressed."""
         group, at = self._places[layer]
-        group.prefill.finish_layer(at, group.part(batch))
+        group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
         """To be called when a prefill ends or is given up: what it still stores is waited for before anything else."""
@@ -227,51 +223,45 @@ class KVCache:
 
     def end_prefill(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        for group in self.groups:
-            group.prefill.end(group.part(batch))
+        for group, own in zip(self.groups, batch.groups, strict=True):
+            group.prefill.end(own)
 
     # -- prompts that stay exact -----------------------------------------------------------------------------------
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
-        """Whether a prompt of ``tokens`` tokens, all there is of a sequence, is stored as it is in every group, and
-        nothing is learned from its queries for later: then an ``ExactPrompt`` may stand for it."""
+        """Whether a prompt of ``tokens`` tokens, all there is of a sequence, is stored as it is in every group, nothing
+        is learned from its queries for later, and its attention can be captured: then ``exact_prompts`` may hold
+        it."""
         if sequence.length or sequence.pending_layers is not None:
             return False
         for group in self.groups:
             own, layout = sequence.of_group(group.number), group.layout
             after = layout.growth.sealed(own.standing, tokens, tokens == own.capacity)
             learns = bool(own.state_reserve) and layout.parts.observing
-            if layout.window is not None or after.tokens or after.fits or learns:
+            if after.tokens or after.fits or learns or not group.exact.captured:
                 return False
         return True
 
-    def exact_numbers(self, sequence: CachedSequence | None, tokens: int) -> np.ndarray:
-        """What ``exact_prompt`` needs of a prompt, int64 [3, groups]: slot, pages and tokens. None is nobody's prompt,
-        for a capture."""
-        numbers = []
-        for group in self.groups:
-            tables, slot = group.pool.tables, None if sequence is None else sequence.of_group(group.number).slot
-            slot = tables.padding_slot if slot is None else slot
-            numbers.append((slot, max(1, int(tables.ring_pages[slot])), tokens))
-        return np.array(numbers, np.int64).T
+    def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
+        """What ``exact_prompts`` needs of new sequences of these lengths, int64 [n]; of none for a capture."""
+        of_groups = [numbers_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
+        return np.concatenate((starts_of(lengths, rows), *(numbers.ravel() for numbers in of_groups)))
 
-    def exact_prompt(self, numbers: Tensor, rows: int) -> ExactPrompt:
-        """A prompt of up to ``rows`` tokens that stays exact, from its numbers on the device."""
-        position = torch.arange(rows, device=numbers.device)
-        batches = []
-        for group, (slot, pages, tokens) in zip(self.groups, numbers.T, strict=True):
-            tables = group.pool.tables
-            names = tables.exact[slot.view(1), (position // PAGE).clamp(max=tables.exact.shape[1] - 1)].long()
-            nobody = tables.exact[tables.padding_slot, 0].long()
-            page = torch.where((position < tokens) & (position // PAGE < pages), names, nobody)
-            batches.append(ExactPrompt(position, page, position % PAGE))
-        batches[0].further = tuple(batches[1:])
-        return batches[0]
+    def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
+        """Prompts of up to ``rows`` tokens that stay exact, from their numbers on the device."""
+        count = len(numbers) // (1 + 2 * len(self.groups))  # sequences, with one that is nobody's
+        starts, *of_groups = numbers.split([count + 1, *[2 * count] * len(self.groups)])
+        parts = (
+            (exact_prompts(starts, own.view(2, -1), rows, group.pool.tables),)
+            for group, own in zip(self.groups, of_groups, strict=True)
+        )
+        return Batch(tuple(parts))
 
-    def end_exact_prompt(self, sequence: CachedSequence, tokens: int) -> None:
-        """Makes a prompt that stays exact part of its sequence, after the last layer."""
+    def end_exact_prompts(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
+        """Makes prompts that stay exact part of their sequences, after the last layer."""
         for group in self.groups:
-            group.pool.tables.length[sequence.of_group(group.number).slot] = tokens
+            for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
+                group.pool.tables.length[sequence.slot] = tokens
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -280,8 +270,10 @@ class KVCache:
 
         Raises ValueError if one of them is at its capacity.
         """
-        first, *further = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
-        return replace(first, further=tuple(further)) if further else first
+        plans = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
+        alone = all(plan.of_sequence is None for plan in plans)  # rows are cut where each has one segment
+        parts = max(plan.micro_batches for plan in plans) if alone else 1
+        return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans))
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
@@ -295,30 +287,26 @@ class KVCache:
             if plan is None:
                 return None
             plans.append(plan)
-        return replace(plans[0], further=tuple(plans[1:]))
+        return DecodePlan(tuple(plans))
 
-    def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
+    def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
         """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
         what is due has been sealed (``seal_pages``): then only the plan's shapes are used, as a captured graph
         requires."""
-        if len(self.groups) == 1:
-            return self.groups[0].decode.batch(plan, numbers)
-        parts = [None] * len(self.groups) if numbers is None else plan.split(numbers)
-        first, *further = (
-            group.decode.batch(group.part(plan), part) for group, part in zip(self.groups, parts, strict=True)
-        )
-        return replace(first, further=tuple(further))
+        of_groups = [None] * len(self.groups) if numbers is None else plan.split(numbers)
+        of_all = zip(self.groups, plan.groups, of_groups, strict=True)
+        return Batch(tuple((group.decode.batch(own, part),) for group, own, part in of_all))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
         """``plan`` with its shapes rounded up, so that few captured graphs serve many steps: its batch too, or to
         ``batch``."""
-        first, *further = (
-            rounded(group.part(plan), max_batch, group.layout.spec, group.pool.tables, batch) for group in self.groups
+        of_all = zip(self.groups, plan.groups, strict=True)
+        return DecodePlan(
+            tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         )
-        return replace(first, further=tuple(further))
 
     def padded_sealing(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """A group's ``DecodePlan.sealing`` for a number of pages that is rounded up."""
+        """A group's ``GroupPlan.sealing`` for a number of pages that is rounded up."""
         return padded(numbers, self.groups[number].sealing.padding)
 
     def join_capture(self) -> None:
@@ -327,13 +315,13 @@ class KVCache:
             group.decode.side_stream.join_capture()
 
     def seal_pages(self, number: int, numbers: Tensor) -> None:
-        """Seals pages in all layers of a group: its ``DecodePlan.sealing``, on the device."""
+        """Seals pages in all layers of a group: its ``GroupPlan.sealing``, on the device."""
         self.groups[number].sealing.seal_pages(numbers)
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        for group in self.groups:
-            group.planner.end(group.part(plan))
+        for group, own in zip(self.groups, plan.groups, strict=True):
+            group.planner.end(own)
 
     def exact_layers(self) -> ExactLayers | None:
         """Exact pages of all layers, for an op that appends and attends to them itself; None where layers are of
@@ -391,47 +379,20 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
-        if isinstance(batch, MixedBatch):
-            count = batch.num_steps
-            self.append(layer, k[:count], v[:count], batch.step)
-            return self.append(layer, k[count:], v[count:], batch.prompts)
-        number, prefill, decode, at = self._halves[layer]
-        if number:
-            batch = batch.further[number - 1]
-        if isinstance(batch, PrefillBlock):
-            prefill.append(at, k, v, batch)
-        elif isinstance(batch, ExactPrompt):
-            prefill.append_exact(at, k, v, batch)
-        else:
-            decode.append(at, k, v, batch)
+        group, at = self._places[layer]
+        group.append(at, k, v, batch.groups[group.number])
 
-    def attend(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
-        """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
+    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts attention of the batch's new tokens, q [T, H_q, d] before RoPE, softmax scale 1 / sqrt(d), as far as
+        it need not wait for values from the host; the returned function finishes it: [T, H_q, d], which may be anything
+        for tokens of which it is not needed.
 
         In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
         outliers | selected | tail], or over everything where dense. ``sinks``, float32 [H_q], are scores of one more
         position in every softmax, whose value is 0 (``ops/add_sinks``).
         """
-        return self.begin(layer, q, batch, sinks)()
-
-    def begin(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
-        if isinstance(batch, MixedBatch):
-            count = batch.num_steps
-            # What a step fetches crosses the bus while prompts attend.
-            step = self.begin(layer, q[:count], batch.step, sinks)
-            prompts = self.begin(layer, q[count:], batch.prompts, sinks)
-            return lambda: torch.cat((step(), prompts()))
-        number, prefill, decode, at = self._halves[layer]
-        if number:
-            batch = batch.further[number - 1]
-        if isinstance(batch, DecodeBatch):
-            return decode.begin(at, q, batch, sinks)
-        if isinstance(batch, PrefillBlock):
-            out = prefill.attend(at, q, batch, sinks)
-        else:
-            out = prefill.attend_exact(at, q, batch, sinks)
-        return lambda: out
+        group, at = self._places[layer]
+        return group.start(at, q, batch.groups[group.number], sinks)
 
 
 class FanOut:
@@ -459,13 +420,13 @@ class FanOut:
         self._batches = [first, *(cache.prefill_batch(work, bounds, first) for cache, work in others)]
         return first
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: PrefillBlock) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Takes a block's keys and values."""
         self.caches[0].append(layer, k, v, batch)
 
-    def begin(self, layer: int, q: Tensor, batch: PrefillBlock, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begins a block's attention."""
-        return self.caches[0].begin(layer, q, batch, sinks)
+    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts a block's attention."""
+        return self.caches[0].start(layer, q, batch, sinks)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores a layer in every cache."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import Half, Part
 from shadowkv.kvcache.decode.attention import Decode
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.prefill.attention import Prefill
-from shadowkv.kvcache.prefill.batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.prefill.batch import PrefillBlock
+from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sealing.pages import Sealing
 from shadowkv.kvcache.sealing.storing import Storing
@@ -23,8 +24,6 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.registry import Ops
-
-Whole = TypeVar("Whole", bound=DecodePlan | DecodeBatch | PrefillBatch | PrefillBlock)
 
 
 class LayerGroup:
@@ -63,12 +62,36 @@ class LayerGroup:
         self.storing = Storing(self.store, self.pool, self.sealing)
         self.prefill = Prefill(self.store, self.storing, sparse)
         self.decode = Decode(self.store, self.sealing)
+        self.exact = ExactPrefill(self.store)
+        self.halves: dict[type, Half] = {
+            DecodeBatch: self.decode,
+            PrefillBlock: self.prefill,
+            ExactPrompts: self.exact,
+        }
         self.planner = DecodePlanner(self.storing, self.decode.fetching)
-
-    def part(self, whole: Whole) -> Whole:
-        """What belongs to this group of a plan or of a batch."""
-        return cast(Whole, whole.further[self.number - 1]) if self.number else whole
 
     def sequences(self, whole: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """The same sequences in this group."""
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
+
+    def append(self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...]) -> None:
+        """Takes keys (before RoPE) and values [T, H, d] of packed tokens, each part's by its half."""
+        if len(parts) == 1:
+            return self.halves[type(parts[0])].append(layer, k, v, parts[0])
+        counts = [part.num_tokens for part in parts]
+        for part, own_k, own_v in zip(parts, k.split(counts), v.split(counts), strict=True):
+            self.halves[type(part)].append(layer, own_k, own_v, part)
+
+    def start(
+        self, layer: int, q: Tensor, parts: tuple[Part, ...], sinks: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Starts attention of packed queries [T, H_q, d] before RoPE, each part's by its half; the returned function
+        finishes it."""
+        if len(parts) == 1:
+            return self.halves[type(parts[0])].start(layer, q, parts[0], sinks)
+        # What a step fetches from the host crosses the bus while prompts attend.
+        started = [
+            self.halves[type(part)].start(layer, own, part, sinks)
+            for part, own in zip(parts, q.split([part.num_tokens for part in parts]), strict=True)
+        ]
+        return lambda: torch.cat([finish() for finish in started])

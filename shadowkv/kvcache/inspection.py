@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,13 @@ from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.attend_selected.reference import gather_selected
+
+
+def decode_part(cache: KVCache, sequences: Sequence[CachedSequence], group: int = 0) -> DecodeBatch:
+    """What a group of layers is told of the next step of ``sequences``."""
+    (part,) = cache.decode_batch(cache.plan_decode(sequences)).groups[group]
+    assert isinstance(part, DecodeBatch)
+    return part
 
 
 def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:

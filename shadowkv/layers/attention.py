@@ -13,7 +13,8 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):
-    """What the attention layer needs from a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
+    """What the attention layer needs from a cache. Tokens of all sequences are packed; ``batch`` says whose they are,
+    and of which of them attention is needed (``of_needed``).
 
     Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d). ``sinks``, float32 [Hq],
     are scores of one more position in every softmax, whose value is 0.
@@ -22,8 +23,8 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
         """Takes the keys and values, each [T, H, d], of the batch's tokens."""
 
-    def begin(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begins causal attention of the queries [T, Hq, d] over their sequences, their own tokens included.
+    def start(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts causal attention of the queries [T, Hq, d] over their sequences, their own tokens included.
 
         The returned function finishes it -> [T, Hq, d]. Other work may be launched first: a cache may await the host.
         """
@@ -73,36 +74,23 @@ class Attention(nn.Module):
             empty = torch.empty(shape.num_query_heads, dtype=torch.float32, device=spec.device)
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
-    def begin(self, x: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
-        """Appends and attends with one projection: normalised hidden states [T, D] -> a function that returns [T, D].
-
-        With ``wanted``, int64 [n], the result is [n, D], for those tokens only.
-        """
+    def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
+        """Appends and attends with one projection: normalised hidden states [T, D] -> a function that returns [n, D],
+        for the tokens whose attention the batch needs."""
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_dim :], cache, batch)
-        return self._begin(qkv[:, : self.query_dim], cache, batch, wanted)
+        q = qkv[:, : self.query_dim].unflatten(-1, (self.num_query_heads, self.head_dim))
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        finish = cache.start(self.layer, q, batch, self.sinks)
+        return lambda: self.group.sum(self.out(batch.of_needed(finish().flatten(-2))))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Stores keys and values of normalised hidden states [T, D] in the cache."""
+        """Stores keys and values of normalised hidden states [T, D] in the cache, where no attention is needed."""
         self._store(self.qkv.rows(x, self.query_dim, self.qkv_dim), cache, batch)
-
-    def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
-        """Attention of tokens whose keys and values are in the cache: [T, D] -> [T, D]."""
-        return self._begin(self.qkv.rows(x, 0, self.query_dim), cache, batch)()
 
     def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
         k, v = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).split(self.num_kv_heads, dim=1)
         if self.key_norm is not None:
             k = self.key_norm(k)
         cache.append(self.layer, k, v, batch)
-
-    def _begin(self, q: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
-        q = q.unflatten(-1, (self.num_query_heads, self.head_dim))
-        if self.query_norm is not None:
-            q = self.query_norm(q)
-        attended = cache.begin(self.layer, q, batch, self.sinks)
-        return lambda: self.group.sum(self.out(_of(attended().flatten(-2), wanted)))
-
-
-def _of(rows: Tensor, wanted: Tensor | None) -> Tensor:
-    return rows if wanted is None else rows[wanted]

@@ -1,5 +1,4 @@
-"""Decoder layer: attention and an MLP or experts around the residual stream, whole or in the two passes of a blockwise
-prefill."""
+"""Decoder layer: attention and an MLP or experts around the residual stream."""
 
 from __future__ import annotations
 
@@ -16,12 +15,7 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer, whole or in parts.
-
-    Prefill is layer-major and runs in token blocks: ``normalise`` and ``append`` on all blocks, then ``attend`` on all
-    blocks, equals ``forward`` on all tokens at once. It can be paused between any two blocks. ``begin`` is ``forward``
-    up to where attention may have to wait.
-    """
+    """A layer in two halves: ``start``, up to where attention may have to wait, and what that returns."""
 
     post_attention_norm: RMSNorm | None
     post_mlp_norm: RMSNorm | None
@@ -39,37 +33,24 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
 
-    def forward(
-        self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The whole layer, for prompts of one block: residual stream [T, D] and what the previous layer adds to it ->
-        the same two.
+    def start(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Starts the layer, up to where attention may have to wait: residual stream [T, D] and what the layer before
+        adds to it. They are added where the next norm is computed, in one launch.
 
-        They are added where the next norm is computed, in one launch. With ``wanted``, int64 [n], both are [n, D]: the
-        other tokens go no further than attention needs them.
+        The returned function finishes it: the same two [n, D], for the tokens whose attention the batch needs. The
+        others go no further than attention needs them.
         """
-        return self.begin(x, added, cache, batch, wanted)()
+        x, normed = self._normalised(x, added)
+        finish = self.attention.start(normed, cache, batch)
+        return lambda: self._finish(batch.of_needed(x), finish())
 
-    def begin(
-        self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begins ``forward``; the returned function finishes it."""
-        x, normed = self.normalise(x, added)
-        attended = self.attention.begin(normed, cache, batch, wanted)
-        return lambda: self._finish(x if wanted is None else x[wanted], attended())
+    def append(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> None:
+        """All that is left of the layer for tokens whose attention is not needed: it stores their keys and values."""
+        self.attention.append(self._normalised(x, added)[1], cache, batch)
 
-    def normalise(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A block [T, D] of the residual stream with what the previous layer adds to it, and the input of attention."""
+    def _normalised(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream with what the layer before adds to it, and the input of attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
-
-    def append(self, normed: Tensor, cache: Cache, batch: Any) -> None:
-        """Stores keys and values of a normalised block [T, D] in the cache."""
-        self.attention.append(normed, cache, batch)
-
-    def attend(self, x: Tensor, normed: Tensor, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
-        """The rest of the layer for a block whose sequences' keys and values are all in the cache: both [T, D] as
-        ``normalise`` returns them -> residual stream and what is to be added to it."""
-        return self._finish(x, self.attention.attend(normed, cache, batch))
 
     def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:

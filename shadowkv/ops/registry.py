@@ -85,6 +85,7 @@ class Choice:
         backend: its name, that of its file in the op's folder.
         function: the op.
         synchronises: whether it makes the host wait for the device.
+        needs_lengths: whether the host has to know how long packed sequences are.
         reasons: faster backends that are not used, and why: ``name: reason``.
         unbuilt: why the first of these cannot be used whose library another build would provide; None if there is none.
     """
@@ -92,6 +93,7 @@ class Choice:
     backend: str
     function: Callable[..., Any]
     synchronises: bool
+    needs_lengths: bool
     reasons: list[str]
     unbuilt: str | None = None
 
@@ -125,8 +127,8 @@ def choose(
         if not reasons and case is not None:
             reasons = getattr(module, "supports", lambda case: [])(case)
         if not reasons:
-            synchronises = getattr(module, "SYNCHRONISES", False)
-            return Choice(backend, getattr(module, name), synchronises, passed_over, unbuilt)
+            synchronises, needs_lengths = (getattr(module, x, False) for x in ("SYNCHRONISES", "NEEDS_LENGTHS"))
+            return Choice(backend, getattr(module, name), synchronises, needs_lengths, passed_over, unbuilt)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
@@ -164,6 +166,8 @@ class Ops:
             and why it is not.
         synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a
             graph.
+        needing_lengths: those of ``called`` for which the host has to know how long packed sequences are: a graph would
+            hold the lengths that it was captured with.
 
     Raises:
         ValueError: an override names an unknown op, or a backend that the op does not have or that cannot serve.
@@ -186,6 +190,7 @@ class Ops:
         self.reasons: dict[str, list[str]] = {}
         self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
+        self.needing_lengths: list[str] = []
         for name in NAMES:
             choice = choose(name, device, case if name in self.called else None, overrides.get(name), attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
@@ -193,6 +198,8 @@ class Ops:
                 self.unbuilt[name] = choice.unbuilt
             if name in self.called and choice.synchronises:
                 self.synchronising.append(name)
+            if name in self.called and choice.needs_lengths:
+                self.needing_lengths.append(name)
             setattr(self, name, choice.function)
         if attention_backend in LIBRARIES:
             self._check_library(attention_backend)

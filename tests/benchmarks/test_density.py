@@ -14,7 +14,7 @@ from benchmarks.sweeps.density import left_out
 from benchmarks.sweeps.engines import densities_of
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.execution import prefill as engine_prefill
+from shadowkv.engine.execution import forward
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
@@ -27,7 +27,7 @@ def small(monkeypatch):
     for name, value in {"SPARSE_FROM": 1024, "FEWEST_QUERIES": 100}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
     monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
-    monkeypatch.setitem(engine_prefill.BLOCK_TOKENS, "cpu", 1024)
+    monkeypatch.setitem(forward.BLOCK_TOKENS, "cpu", 1024)
 
 
 def test_a_file_that_sweeps_can_replay(tmp_path):

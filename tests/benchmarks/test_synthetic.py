@@ -52,7 +52,7 @@ def test_a_random_sequence_decodes():
     batch = cache.decode_batch(plan)
     for layer in range(SHAPE.num_layers):
         cache.append(layer, *torch.randn(2, 1, 2, 64), batch)
-        out = cache.attend(layer, torch.randn(1, 4, 64), batch)
+        out = cache.start(layer, torch.randn(1, 4, 64), batch)()
         assert out.isfinite().all()
         assert out.any()
 

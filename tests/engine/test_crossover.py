@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.startup import crossover
 from shadowkv.engine.startup.crossover import COSTS, dense_below
 from shadowkv.kvcache.policy.growth import SETTLED

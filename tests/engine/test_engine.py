@@ -10,7 +10,7 @@ import torch
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.request import RequestError
 from shadowkv.kvcache.memory.arenas import Blocks

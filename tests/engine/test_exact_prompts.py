@@ -16,8 +16,17 @@ from test_mixed_passes import CONFIG, apart, prefilled
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
+from shadowkv.kvcache.prefill.exact import MOST_PROMPTS
 
 RUNNING, JOINING = (700, 90, 5), (130, 1, 64, 600, 128)
+KINDS = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "windows": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    "windows and sinks": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "attention_bias": True, "swiglu_limit": 7.0,
+    },
+}  # fmt: skip
 
 
 class Uncaptured(CudaGraphs):
@@ -25,8 +34,10 @@ class Uncaptured(CudaGraphs):
 
     def __init__(self, engine: Engine, most: int = 8) -> None:
         runner = engine.runner
-        self.cache, self._step, self._mixed, self.max_batch = engine.cache, runner.step, runner.mixed_step, most
-        self._logits = torch.full((most + 1, engine.model_config.vocab_size), torch.nan, device=engine.device)
+        self.cache, self._step, self.max_batch = engine.cache, runner.step, most
+        self._logits = torch.full(
+            (most + MOST_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device
+        )
         self.graphs, self.without, self.eager = Everything(), set(), Counter()
         self.captures, self.passes = 0, 0
 
@@ -44,9 +55,8 @@ class Everything(dict[Any, Any]):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-
-    def build(**options: Any) -> Engine:
+    def build(config: Any = CONFIG, **options: Any) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
         given = {"model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 8, "max_model_len": 2048}
         torch.manual_seed(3)
         return Engine(EngineConfig(**{**given, "dtype": "float32", "enforce_eager": True, **options}))
@@ -85,6 +95,35 @@ def test_a_padded_prompt_gives_what_it_gives_alone(make: Any, kv: str) -> None:
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+@pytest.mark.parametrize("family", ["windows", "windows and sinks"])
+def test_several_prompts_in_a_pass_and_windows(make: Any, kv: str, family: str) -> None:
+    """More prompts than one, prompts longer than a window and than its ring, as many rows as tokens and more."""
+    logits, config = [], {**CONFIG, **FAMILIES[family], "sliding_window": 100, "layer_types": KINDS}
+    for captured in (False, True):
+        engine = make(kv=kv, kv_dense_below=1000, config=config, max_num_seqs=32)
+        runner, cache = engine.runner, engine.cache
+        assert any(group.layout.window for group in cache.groups)
+        if captured:
+            runner.graphs = Uncaptured(engine, most=32)
+        work = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in enumerate(RUNNING)]
+        prefilled(runner, work)
+        old, found = [sequence for sequence, _ in work], []
+        for lengths in ((64, 192), (500, 1, 130), (1,) * MOST_PROMPTS):
+            seeds = range(len(old), len(old) + len(lengths))
+            new = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in zip(seeds, lengths, strict=True)]
+            together = runner.decode(old, [7] * len(old), None, None, new) if captured else apart(runner, old, new)
+            found.append(together.clone())
+            old += [sequence for sequence, _ in new]
+            found += [runner.decode(old, [9] * len(old)).clone() for _ in range(2)]
+        for sequence in old:
+            cache.release(sequence)
+        assert cache.free == cache.total
+        logits.append(found)
+    for alone, padded in zip(*logits, strict=True):
+        torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
+
+
 def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
     engine = make(kv="turbo", kv_dense_below=256)
     cache = engine.cache
@@ -101,9 +140,9 @@ def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
     long = cache.allocate(2000, 2010)
     graphs.graphs = {}
     for _ in range(EAGER_STEPS):
-        assert graphs.mixed(plan, [1], [-1], long, prompt(3, 100)) is None, "there is no graph yet"
-    assert graphs.mixed(plan, [1], [-1], long, prompt(3, 100)) is not None, "such passes come again and again"
-    assert graphs.mixed(plan, [1], [-1], long, prompt(3, 2000) + prompt(4, 49)) is None, "longer than any graph"
+        assert graphs.run(plan, [1], [-1], [long], [prompt(3, 100)]) is None, "there is no graph yet"
+    assert graphs.run(plan, [1], [-1], [long], [prompt(3, 100)]) is not None, "such passes come again and again"
+    assert graphs.run(plan, [1], [-1], [long], [prompt(3, 2000) + prompt(4, 49)]) is None, "longer than any graph"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -119,13 +158,17 @@ def test_graphs_of_such_passes_give_what_each_gives_alone(make: Any, kv: str, mo
         if captured:
             for rows, batch in runner.graphs.mixed_shapes():
                 runner.prepare_mixed(old[0], 100, rows, batch)
-            mixed = runner.graphs.mixed
+            run = runner.graphs.run
 
-            def counted(*args: Any, mixed: Any = mixed, passes: list[Any] = passes) -> torch.Tensor | None:
-                passes.append(mixed(*args))
-                return passes[-1]
+            def counted(
+                plan: Any, tokens: Any, sources: Any, new: Any, ids: Any, run: Any = run, seen: Any = passes
+            ) -> Any:
+                logits = run(plan, tokens, sources, new, ids)
+                if new:
+                    seen.append(logits)
+                return logits
 
-            monkeypatch.setattr(runner.graphs, "mixed", counted)
+            monkeypatch.setattr(runner.graphs, "run", counted)
         for seed, length in enumerate(JOINING):
             new = cache.allocate(length, length + 30), prompt(10 + seed, length)
             both = runner.decode(old, [7] * len(old), None, None, [new]) if captured else apart(runner, old, [new])

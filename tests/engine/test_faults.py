@@ -171,9 +171,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Gra
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
     monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 0)
     most, vocabulary = engine.config.max_num_seqs, engine.model_config.vocab_size
-    engine.runner.graphs = cuda_graphs.CudaGraphs(
-        engine.cache, engine.runner.step, engine.runner.mixed_step, most, vocabulary
-    )
+    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner.step, most, vocabulary)
     engine.decode_steps.run_ahead = True
     return engine
 
@@ -218,16 +216,16 @@ def test_a_step_without_memory_ends_its_requests_and_not_the_engine(
     """One is met by launching the step again when it is due, instead of ahead."""
     engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Graph)
     wanted = answers(make(kv="shadowkv", kv_budget=128))
-    decode, count = engine.runner.graphs.decode, 0
+    run, count = engine.runner.graphs.run, 0
 
     def failing(*args: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         if 70 <= count < 70 + shortages:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode(*args)
+        return run(*args)
 
-    engine.runner.graphs.decode = failing
+    engine.runner.graphs.run = failing
     for seed, (name, length) in enumerate(LENGTHS.items()):
         engine.add_request(name, prompt(seed, length), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True))
     outputs = drain(engine)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine import warmup
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
-from shadowkv.engine.warmup import capture_grid
+from shadowkv.engine.warmup import GRID_SECONDS, GraphGrid
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -33,6 +35,10 @@ def graphed(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return engine
 
     return built
+
+
+def capture_grid(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> bool:
+    return GraphGrid(engine).capture(GRID_SECONDS, stopped)
 
 
 def answer(engine: Engine, lengths: list[int]) -> dict[str, list[int]]:
@@ -140,3 +146,18 @@ def test_logits_of_all_graphs_are_in_one_place(graphed: Any) -> None:
     capture_grid(engine)
     results = [captured.result for captured in engine.runner.graphs.graphs.values()]
     assert len(results) > 2 and len({result.data_ptr() for result in results}) == 1
+
+
+def test_what_a_start_has_no_time_for_is_captured_one_by_one(graphed: Any, make: Any) -> None:
+    """Whatever is computed between two captures."""
+    engine, whole = graphed(kv="full", max_num_seqs=3), graphed(kv="full", max_num_seqs=3)
+    capture_grid(whole)
+    grid, counts = GraphGrid(engine), []
+    assert grid.capture(1e-9)
+    counts.append(len(keys(engine)))
+    assert answer(engine, [5, 90]) == answer(make(kv="full", max_num_seqs=3), [5, 90])
+    while grid.capture():
+        counts.append(len(keys(engine)))
+        assert engine.cache.free["device"] <= engine.cache.total["device"]
+    assert set(keys(whole)) <= set(keys(engine)) and counts[0] == 1
+    assert all(later - earlier == 1 for earlier, later in pairwise(counts[1:]))

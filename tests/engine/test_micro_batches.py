@@ -11,7 +11,6 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution.runner import _interleave
 from shadowkv.kvcache.decode.fetching import TWO_BATCH_CHUNKS, Fetching
 from shadowkv.layers.decoder_layer import DecoderLayer
 
@@ -55,11 +54,11 @@ def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pyte
     together = steps(open_engine(tmp_path, kv), 70)
     monkeypatch.setattr(Fetching, "micro_batches", lambda self, budget: 2)
     engine, order, fetches = open_engine(tmp_path, kv), [], []
-    begin, fetch = DecoderLayer.begin, engine.cache.ops.fetch_chunks
+    start, fetch = DecoderLayer.start, engine.cache.ops.fetch_chunks
 
     def watched(layer: DecoderLayer, x: torch.Tensor, *rest: object) -> object:
-        finish, of = begin(layer, x, *rest), (layer.attention.layer, len(x))
-        order.append(("begin", *of))
+        finish, of = start(layer, x, *rest), (layer.attention.layer, len(x))
+        order.append(("start", *of))
         return lambda: (order.append(("finish", *of)), finish())[1]
 
     def fetched(*args: object) -> torch.Tensor:
@@ -67,7 +66,7 @@ def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pyte
         fetches.append((len(selected), overlapped))
         return fetch(*args)
 
-    monkeypatch.setattr(DecoderLayer, "begin", watched)
+    monkeypatch.setattr(DecoderLayer, "start", watched)
     monkeypatch.setattr(engine.cache.ops, "fetch_chunks", fetched)
     apart = steps(engine, 70)
     error = (apart - together).norm(dim=-1) / together.norm(dim=-1)
@@ -76,9 +75,9 @@ def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pyte
     assert DEVICE != "cpu" or (error > 1e-4).sum() <= 2, error
     assert engine.cache.fetches is not None
     assert engine.cache.fetches.fetched > 0
-    first = order.index(("begin", 0, 2))  # of the first decode step
+    first = order.index(("start", 0, 2))  # of the first decode step
     assert order[first : first + 7] == [
-        ("begin", 0, 2), ("begin", 0, 3), ("finish", 0, 2), ("begin", 1, 2), ("finish", 0, 3), ("begin", 1, 3),
+        ("start", 0, 2), ("start", 0, 3), ("finish", 0, 2), ("start", 1, 2), ("finish", 0, 3), ("start", 1, 3),
         ("finish", 1, 2),
     ]  # fmt: skip
     assert fetches[:4] == [(2, True), (3, True)] * 2
@@ -108,17 +107,3 @@ def test_batches_are_split_where_much_is_selected_in_short_chunks_beyond_a_bus(t
     assert fetching.micro_batches(budget[:1] * 64) == 1  # one row has no halves
     long._buffers[0] = SimpleNamespace(rows=torch.empty(1, 2, 1, 8, 128, dtype=torch.bfloat16))
     assert long.micro_batches(budget * 100) == 1
-
-
-def test_generators_go_from_pause_to_pause_one_after_the_other() -> None:
-    seen = []
-
-    def generator(name: str):
-        for pause in range(2):
-            seen.append((name, pause))
-            yield
-        return name
-
-    assert _interleave(generator(name) for name in "abc") == ["a", "b", "c"]
-    assert seen == [(name, pause) for pause in range(2) for name in "abc"]
-    assert _interleave([]) == []

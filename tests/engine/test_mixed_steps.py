@@ -14,7 +14,7 @@ from test_run_ahead import answers
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.scheduling.prefill_queue import LONG_SHARE
 
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -218,20 +218,18 @@ def test_an_error_in_the_pass_ends_its_prompts_alone(
     for _ in range(60):
         outputs += engine.step()
     paced(engine)
-    finish, count = engine.cache.finish_prefill, 0
+    append = engine.cache.append
 
-    def failing(layer: int, batch: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > after:
+    def failing(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Any) -> None:
+        if len(batch.groups[0]) > 1 and layer == after:
             raise error
-        finish(layer, batch)
+        append(layer, k, v, batch)
 
-    engine.cache.finish_prefill = failing
+    engine.cache.append = failing
     for name in ("b", "c"):
         engine.add_request(name, prompt(2, 50), GREEDY)
     new = engine.step()
-    engine.cache.finish_prefill = finish
+    engine.cache.append = append
     failed = {output.request_id: output.error for output in new if output.finish_reason == "error"}
     assert failed.keys() == {"b", "c"} and all(type(error).__name__ in message for message in failed.values())
     outputs += [output for output in new if output.request_id == "a"] + drain(engine)["a"]
@@ -246,15 +244,19 @@ def test_what_ends_everything_is_raised(build: Any, error: BaseException) -> Non
     running(engine)
     paced(engine)
 
-    def failing(layer: int, batch: Any) -> None:
-        raise error
+    append = engine.cache.append
 
-    finish, engine.cache.finish_prefill = engine.cache.finish_prefill, failing
+    def failing(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Any) -> None:
+        if len(batch.groups[0]) > 1:
+            raise error
+        append(layer, k, v, batch)
+
+    engine.cache.append = failing
     for name in ("b", "c"):
         engine.add_request(name, prompt(2, 50), GREEDY)
     with pytest.raises(type(error)):
         engine.step()
-    engine.cache.finish_prefill = finish
+    engine.cache.append = append
     engine.abort("b")
     engine.abort("c")
     assert tokens(drain(engine)["a"])

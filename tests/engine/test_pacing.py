@@ -9,7 +9,7 @@ import torch
 from test_faults import Graph, with_graphs
 
 from shadowkv import SamplingParams
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import kinds
 from shadowkv.engine.scheduling import pacing
 from shadowkv.engine.scheduling.pacing import RECENT_TOKENS, Mark, Pace, Stopwatch
@@ -93,10 +93,9 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
         def has(self, plan: DecodePlan) -> bool:
             return True
 
-        def mixed(self, *step: Any) -> None:
-            return None
-
-        def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> torch.Tensor:
+        def run(self, plan: DecodePlan, tokens: list[int], sources: list[int], new: Any, ids: Any) -> Any:
+            if new:
+                return None
             if len(tokens) == 2 and not self.captures:
                 self.captures += 1
                 passed[0] += 3600
@@ -176,11 +175,11 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     engine = with_graphs(make(kv="full"), monkeypatch, Graph)
     monkeypatch.setitem(BLOCK_TOKENS, engine.device.type, 64)
     graphs, steps, prepared = engine.runner.graphs, [], []
-    decode, prepare = graphs.decode, graphs.prepare
+    run, prepare = graphs.run, graphs.prepare
 
-    def noted(plan: DecodePlan, tokens: list[int], sources: list[int]) -> torch.Tensor:
+    def noted(plan: DecodePlan, tokens: list[int], sources: list[int], *prompts: Any) -> torch.Tensor:
         key, before = graphs.cache.rounded(plan, graphs.max_batch).shape, graphs.captures
-        logits = decode(plan, tokens, sources)
+        logits = run(plan, tokens, sources, *prompts)
         steps.append((key, graphs.captures > before))
         return logits
 
@@ -188,7 +187,7 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
         prepared.append(graphs.cache.rounded(plan, graphs.max_batch).shape)
         prepare(plan)
 
-    monkeypatch.setattr(graphs, "decode", noted)
+    monkeypatch.setattr(graphs, "run", noted)
     monkeypatch.setattr(graphs, "prepare", noting)
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     engine.add_request("a", [5] * 20, params)

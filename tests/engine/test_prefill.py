@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shadowkv.engine.execution import prefill as prefills
+from shadowkv.engine.execution import forward
 
 
 @pytest.fixture(params=["full", "quest", "shadowkv"])
@@ -35,7 +35,7 @@ def test_what_is_not_asked_for_changes_nothing(
     engines: tuple[Any, Any], block: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newest tokens of a sequence may be of two blocks, and many sequences of one."""
-    monkeypatch.setitem(prefills.BLOCK_TOKENS, "cpu", block)
+    monkeypatch.setitem(forward.BLOCK_TOKENS, "cpu", block)
     draw = torch.Generator().manual_seed(sum(lengths))
     work = [torch.randint(0, 97, (length,), generator=draw).tolist() for length in lengths]
     found = [prefilled(engine, work, scored) for engine, scored in zip(engines, (True, False))]
@@ -43,8 +43,7 @@ def test_what_is_not_asked_for_changes_nothing(
     torch.testing.assert_close(some, logits, atol=1e-4, rtol=1e-4)
     assert [len(one) for one in states] == lengths and none == []
     layers = len(engines[0].runner.layers)
-    assert many == engines[0].runner.prefill_pieces(sum(lengths), True) == layers * -(-sum(lengths) // block)
-    assert few == engines[1].runner.prefill_pieces(sum(lengths), False) <= many
+    assert few == many == engines[0].runner.prefill_pieces(sum(lengths)) == layers * -(-sum(lengths) // block)
     for _ in range(3):
         tokens = [7] * len(work)
         after = [engine.runner.decode(one, tokens) for engine, one in zip(engines, (scored, plain))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from allocations import peak_bytes
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.running.caches import prefill

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from precision import assert_close_like_lowp, draws_in_blocks
+from precision import assert_close_in_blocks
 from session import Session
 from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
-from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.running.caches import prefill_all
 from shadowkv.kvcache.presets import preset
@@ -60,7 +58,7 @@ def all_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
     with torch.inference_mode():
         hidden = loaded.model.embed(torch.tensor(tokens))
         for layer in session.runner.layers:
-            hidden = torch.add(*layer(hidden, None, session.cache, batch.block(0, len(tokens))))
+            hidden = torch.add(*layer.start(hidden, None, session.cache, batch.block(0, len(tokens)))())
         return loaded.model.logits(hidden)
 
 
@@ -87,28 +85,21 @@ def oracle() -> Any:
         return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def dequantised() -> LoadedModel:
-    """In float32: where activations are rounded to 8 bits, as for blocks, other orders of sums are other roundings."""
-    return load_from_config(EngineConfig(quantization="none"))
-
-
 def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedModel, oracle: Any) -> None:
     ids = loaded.tokenizer.encode(
         "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon;\n\n"
         "def f(x):\n    return x\n"
     )
+
+    @torch.no_grad()
+    def theirs(count: int) -> list[Tensor]:
+        return [oracle(torch.tensor([ids[:count]])).logits[0]]
+
     for count in (5, len(ids)):
-        tokens = torch.tensor([ids[:count]])
-        with torch.no_grad():
-            theirs, rounded = oracle(tokens).logits[0], [x.logits[0] for x in draws_in_blocks(partial(oracle, tokens))]
-        assert_close_like_lowp(all_logits(loaded, ids[:count]), theirs.double(), *rounded)
+        assert_close_in_blocks([all_logits(loaded, ids[:count])], partial(theirs, count))
 
 
-def test_ten_greedy_answers_equal_transformers_token_for_token(oracle: Any) -> None:
-    """With weights dequantised, as Transformers has them: products with blocks may round activations to 8 bits."""
-    sizes = {"max_num_seqs": 24, "max_model_len": 4608}
-    llm = LLM(DEFAULT_MODEL, quantization="none", kv="shadowkv", kv_dense_below=0, **sizes)
+def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:
     prompts = [chat(llm, f"Write a short text about {topic}.") for topic in TOPICS]
     for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY)):
         assert len(answer.outputs[0].token_ids) == 40 and len(prompt) < 64 < len(prompt) + 40  # over the end of a page
@@ -182,10 +173,10 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
     ],
 )
 def test_second_turn_extends_the_cached_sequence(
-    llm: LLM, dequantised: LoadedModel, kv: str, count: int, limit: float
+    llm: LLM, loaded: LoadedModel, kv: str, count: int, limit: float
 ) -> None:
     first = chat(llm, llm.get_tokenizer().decode(filler(llm, count, seed=2)) + " Sum this up in a sentence.")
-    session = Session(dequantised, preset(kv), 2000)
+    session = Session(loaded, preset(kv), 2000)
     answer = [token for token, _ in session.greedy(first, 20)]
     assert (session.sequence.sealed > 0) == session.cache.spec.seals
     # The answer's last token was sampled and never fed.
@@ -194,7 +185,7 @@ def test_second_turn_extends_the_cached_sequence(
     )
     forced = llm.get_tokenizer().encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
     extended = session.force(second, forced)
-    fresh = Session(dequantised, preset(kv), 2000).force(first + answer[:-1] + second, forced)
+    fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
     assert kl_divergence(fresh, extended).mean() <= limit
 
 

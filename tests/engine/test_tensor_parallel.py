@@ -27,6 +27,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.parallel.calls import Writer
 from shadowkv.engine.parallel.driver import DriverRunner
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.worker import Worker
@@ -257,22 +258,24 @@ def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeyp
 def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 runs it without: the sums of a graph are of more rows, and a rehearsal's are more sums."""
     with engine_of(model, 1) as engine:
-        sent: list[tuple[Any, ...]] = []
-        told = SimpleNamespace(tell=lambda *what: sent.append(what), send=lambda *what: sent.append(what))
-        ranks = SimpleNamespace(**vars(told), together=nullcontext)
-        driver = DriverRunner(engine.runner.model, cast(Any, engine.cache), cast(Any, ranks))
-        monkeypatch.setattr(engine.cache, "numbers", lambda sequences: [0], raising=False)
-        worker = Worker(Runner(engine.runner.model, engine.cache), engine.cache)
-        monkeypatch.setattr(worker.runner, "graphs", SimpleNamespace())  # which can not run anything
-        sequence = engine.cache.allocate(3, 8)
-        worker.allocate(0, 3, 8)
+        sent: list[bytes] = []
+        ranks = SimpleNamespace(tell=sent.append, send=sent.append, together=nullcontext, writer=Writer())
+        driver = DriverRunner(engine.runner.model, engine.cache, cast(Any, ranks))
+        other = Runner(engine.runner.model, engine.cache)
+        monkeypatch.setattr(other, "graphs", SimpleNamespace())  # which can not run anything
+        worker, sequence = Worker(other, engine.cache), engine.cache.allocate(3, 8)
+        sequence.seed = 2**64 - 1
+        sent.append(ranks.writer.write("cache", "allocate", (3, 8), sequence))
         with torch.inference_mode():
             for _ in driver.prefill([(sequence, [5, 6, 7])]):
                 pass
             driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence], [0]))
-        for command in sent:
-            worker.obey(command)
-        assert worker.sequences[0].length == sequence.length == 4
+        worker.obey(sent)
+        ((number, own),) = worker.reader.made.items()
+        assert own.length == sequence.length == 4 and own.seed == sequence.seed
+        assert number == 0, "of the prefill, which has ended, nothing is left"
+        worker.obey([ranks.writer.release(sequence)])
+        assert not worker.reader.made
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
 
     def planned(sequences: Any) -> Any:
         made = plan(sequences)
-        sealed.append(made.sealing is not None)
+        sealed.append(any(group.sealing is not None for group in made.groups))
         return made
 
     monkeypatch.setattr(engine.runner, "prefill", watched)
@@ -199,13 +199,13 @@ def served(tiny: Path) -> Any:
 
 def test_a_server_starts_once_its_own_thread_is_warm(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    monkeypatch.setattr(engine_core, "warm_up", lambda engine, stopped: threads.append(threading.current_thread()))
+    monkeypatch.setattr(engine_core, "warm_up", lambda *how: threads.append(threading.current_thread()))
     served.start()
     assert threads == engine_threads() and served.is_alive
 
 
 def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(engine: Engine, stopped: Any) -> None:
+    def endless(engine: Engine, stopped: Any, seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while not stopped():
             pass
@@ -217,9 +217,25 @@ def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: LocalEngine, m
 
 
 def test_a_server_whose_warm_up_dies_does_not_start(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(engine: Engine, stopped: Any) -> None:
+    def die(*how: Any) -> None:
         raise SystemError("no device")
 
     monkeypatch.setattr(engine_core, "warm_up", die)
     with pytest.raises(EngineDead, match="no device"):
         served.start()
+
+
+def test_a_server_captures_more_while_it_is_idle(served: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own thread, one by one, until there is nothing left; then it waits for requests again."""
+    threads, done = [], threading.Event()
+
+    class Grid:
+        def capture(self) -> bool:
+            threads.append(threading.current_thread())
+            if len(threads) == 5:
+                done.set()
+            return len(threads) < 5
+
+    monkeypatch.setattr(engine_core, "warm_up", lambda *how: Grid())
+    served.start()
+    assert done.wait(60) and threads == engine_threads() * 5 and served.is_alive

@@ -171,10 +171,11 @@ def test_exact_weights_are_the_softmax_of_all_keys(loaded: LoadedModel, seed: in
     runner.decode([sequence], [7])
     q = torch.randn(1, 6, 16)
     assert cache.batch is not None
-    weights = exact_weights(cache, 1, q, cache.batch)
-    values = cache.store.v[1][cache.batch.pages[0]].transpose(0, 1).flatten(1, 2)[:, None, :201]
+    (step,) = cache.batch.groups[0]
+    weights = exact_weights(cache, 1, q, step)
+    values = cache.store.v[1][step.pages[0]].transpose(0, 1).flatten(1, 2)[:, None, :201]
     out = (weights[0, ..., None, :201] @ values).flatten(0, 2)
-    assert torch.allclose(out, cache.attend(1, q, cache.batch)[0], atol=1e-5)
+    assert torch.allclose(out, cache.start(1, q, cache.batch)()[0], atol=1e-5)
     assert not weights[..., 201:].any()
 
 

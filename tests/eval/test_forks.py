@@ -63,7 +63,7 @@ def test_a_long_prompt_shows_how_much_of_it_is_read(loaded: LoadedModel, monkeyp
     prefill_all(loaded.model, [cache], tokens, len(tokens) + 1)
     ((options, parts),) = bars
     assert options["total"] == len(tokens) and options["disable"] is None
-    assert len(parts) == 4 and sum(parts) == pytest.approx(len(tokens))  # 3 blocks, and the last layer
+    assert len(parts) == 6 and sum(parts) == pytest.approx(len(tokens))  # 3 blocks of 2 layers
 
 
 def test_one_extra_brings_what_every_suite_needs() -> None:

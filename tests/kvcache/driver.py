@@ -12,8 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import inspection
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -68,9 +70,14 @@ def scatter(cache: KVCache, seed: int) -> None:
 
 def sealed_batch(cache: KVCache, streams: list[Stream]) -> SealedBatch:
     """The sealed tokens that the next step of ``streams`` sees."""
-    sealed = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
+    sealed = decode_part(cache, streams).sealed
     assert sealed is not None, "nothing is sealed"
     return sealed
+
+
+def decode_part(cache: KVCache, streams: list[Stream]) -> DecodeBatch:
+    """What the first group of layers is told of the next step of ``streams``."""
+    return inspection.decode_part(cache, [stream.sequence for stream in streams])
 
 
 @lru_cache(maxsize=16)
@@ -120,12 +127,15 @@ def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) ->
     q, k, v = (
         torch.cat([getattr(s, name)[:, s.length : s.length + n] for s, n in work], dim=1) for name in ("q", "k", "v")
     )
-    blocks = [batch.block(a, min(a + block, batch.num_tokens)) for a in range(0, batch.num_tokens, block)]
+    spans = [slice(a, min(a + block, batch.num_tokens)) for a in range(0, batch.num_tokens, block)]
+    blocks = [batch.block(span.start, span.stop) for span in spans]
     outs = []
     for layer in range(SHAPE.num_layers):
-        for b in blocks:
-            cache.append(layer, k[layer, b.start : b.stop], v[layer, b.start : b.stop], b)
-        outs.append(torch.cat([cache.attend(layer, q[layer, b.start : b.stop], b, SINKS) for b in blocks]))
+        parts = []
+        for b, span in zip(blocks, spans, strict=True):
+            cache.append(layer, k[layer, span], v[layer, span], b)
+            parts.append(cache.start(layer, q[layer, span], b, SINKS)())
+        outs.append(torch.cat(parts))
         cache.finish_prefill(layer, batch)
     cache.end_prefill(batch)
     start = 0
@@ -142,7 +152,7 @@ def decode(cache: KVCache, streams: list[Stream]) -> None:
     for layer in range(SHAPE.num_layers):
         q, k, v = (torch.stack([getattr(s, name)[layer, s.length] for s in streams]) for name in ("q", "k", "v"))
         cache.append(layer, k, v, batch)
-        outs.append(cache.attend(layer, q, batch, SINKS))
+        outs.append(cache.start(layer, q, batch, SINKS)())
     cache.end_decode(plan)
     for row, stream in enumerate(streams):
         stream.outputs.append(torch.stack([o[row] for o in outs]).unsqueeze(0))

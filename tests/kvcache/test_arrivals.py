@@ -68,7 +68,7 @@ def test_no_layer_is_waited_for_before_its_turn() -> None:
     for layer in range(SHAPE.num_layers):
         cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
         assert arrival.there == layer
-        cache.attend(layer, stream.q[layer, rows], block)
+        cache.start(layer, stream.q[layer, rows], block)()
         assert arrival.there == layer + 1
         cache.finish_prefill(layer, batch)
 

@@ -1,7 +1,7 @@
 """Parts that only measure what fewer bits cost: latents in 4 bits, a sketch of signs alone."""
 
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, prefill, sealed_batch
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, latents
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -38,7 +38,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     streams = [Stream(seed, cache.allocate(n, 1000)) for seed, n in enumerate((900, 70, 500))]
     prefill(cache, list(zip(streams, (900, 70, 500))))
     decode(cache, streams)
-    whole = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams]))
+    whole = decode_part(cache, streams)
     batch, store = whole.sealed, cache.store
     assert batch is not None
     q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
+from driver import DEVICE, ROPE, SHAPE, Stream, decode, decode_part, make_cache, plain_attention, prefill
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
@@ -113,7 +113,7 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
 
 def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
-    row = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+    row = decode_part(cache, [stream]).sealed
     assert row is not None
     return row
 

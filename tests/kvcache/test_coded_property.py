@@ -9,7 +9,7 @@ import driver
 import pytest
 import torch
 from coded_rows import gaussian_rows
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -68,7 +68,7 @@ def test_steps_attend_to_what_was_decoded(spec: KVSpec, rope: RopeConfig, turns:
 def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
     """The next step's outputs against plain attention, and the op's against the reference's."""
     batch, op, calls = (
-        cache.decode_batch(cache.plan_decode([one.sequence for one in streams])),
+        decode_part(cache, streams),
         cache.ops.attend_coded,
         0,
     )

@@ -90,21 +90,24 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     (plain, wanted), (cache, streams) = caches
     q, k, v = (torch.stack([getattr(s, name) for s in streams], dim=1) for name in ("q", "k", "v"))  # [L, B, S, ...]
 
-    def step(plan: DecodePlan, numbers: torch.Tensor, inputs: torch.Tensor, rehearsal: bool) -> torch.Tensor:
+    def step(
+        plan: DecodePlan, numbers: torch.Tensor, inputs: torch.Tensor, prompts: None, rehearsal: bool
+    ) -> torch.Tensor:
         batch, outs = cache.decode_batch(plan, numbers), []
+        (part,) = batch.groups[0]
         for layer in range(1 if rehearsal else SHAPE.num_layers):
-            at = layer, inputs[0], batch.positions
+            at = layer, inputs[0], part.positions
             cache.append(layer, k[at], v[at], batch)
-            outs.append(cache.attend(layer, q[at], batch))
+            outs.append(cache.start(layer, q[at], batch)())
         outs *= SHAPE.num_layers // len(outs)
         return torch.stack(outs, dim=1).flatten(1)
 
     columns = SHAPE.num_layers * SHAPE.num_query_heads * SHAPE.head_dim
-    graphs = CudaGraphs(cache, step, step, 16, columns)
+    graphs = CudaGraphs(cache, step, 16, columns)
     for _ in range(steps - 1):
         decode(plain, wanted)
         plan = cache.plan_decode([stream.sequence for stream in streams])
-        out = graphs.decode(plan, list(range(len(streams))), [-1] * len(streams))
+        out = graphs.run(plan, list(range(len(streams))), [-1] * len(streams))
         cache.end_decode(plan)
         theirs = torch.cat([stream.outputs[-1] for stream in wanted]).float().flatten(1)
         error = (out.float() - theirs).norm(dim=1) / theirs.norm(dim=1)

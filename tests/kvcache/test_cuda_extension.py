@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import DEVICE, Stream, cache_of, decode, prefill, scatter
+from driver import DEVICE, Stream, cache_of, decode, decode_part, prefill, scatter
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -24,7 +24,7 @@ REFERENCES = dict.fromkeys(NAMES, "reference")
 
 def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
-    batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+    batch = decode_part(cache, [stream]).sealed
     cached, layers = cache.snapshots.export(stream.sequence).arrays(), []
     tail = cached["tail"].transpose(2, 3).float()
     if batch is None:
@@ -60,11 +60,11 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
             decode(cache, [stream])
         rows = slice(stream.length, stream.length + new)
         before = stored(cache, stream)
-        batch = cache.prefill_batch([(stream.sequence, new)])
-        block = batch.block(0, new)
+        prompts = cache.prefill_batch([(stream.sequence, new)])
+        block, (batch,) = prompts.block(0, new), prompts.groups
         for layer in range(SHAPE.num_layers):
             cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
-            got = cache.attend(layer, stream.q[layer, rows], block)
+            got = cache.start(layer, stream.q[layer, rows], block)()
             q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.store.rotary)
             index = batch.scratch_index(layer)
             own = [x[index].transpose(0, 1).float() for x in (batch.rope_keys, batch.values)]

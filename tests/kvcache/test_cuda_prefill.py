@@ -6,7 +6,7 @@ import pytest
 import torch
 from driver import cache_of
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks

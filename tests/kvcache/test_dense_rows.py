@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
+from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, plain_attention, prefill
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
@@ -67,7 +67,7 @@ def test_a_row_is_searched_from_the_step_on_that_it_is_compressed_in() -> None:
     cache, streams = filled(SPECS["quest"], 0, [70, 900])
     rows = []
     for _ in range(120):
-        batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams]))
+        batch = decode_part(cache, streams)
         rows.append(None if batch.sequence is None else batch.sequence.tolist())
         decode(cache, streams)
     change = rows.index(None)

@@ -94,7 +94,7 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
 def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:
     cache = make_cache(POLICIES["full"])
     streams = [start(cache, seed, length) for seed, length in enumerate((5, 7, 100, 99, 2))]
-    batch = cache.prefill_batch([(s.sequence, s.sequence.capacity - ROOM) for s in streams])
+    (batch,) = cache.prefill_batch([(s.sequence, s.sequence.capacity - ROOM) for s in streams]).groups
     runs = [(run.start, run.stop, run.alone is None, run.lengths) for run in batch.block(0, 213).runs]
     assert runs == [(0, 213, True, (5, 7, 100, 99, 2))]
     runs = [(run.start, run.stop, run.alone is None, run.lengths) for run in batch.block(8, 213).runs]

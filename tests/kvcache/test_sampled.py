@@ -219,11 +219,11 @@ def test_plans_carry_seeds_of_segments_and_what_fills_them_up_has_one() -> None:
     other, dense = Stream(5, cache.allocate(700, 701)), Stream(6, cache.allocate(9, 10))
     prefill(cache, [(other, 700), (dense, 9)])
     plan = cache.plan_decode([stream.sequence, other.sequence, dense.sequence])
-    assert plan.segments.sequence.tolist() == [0, 0, 1]  # a prompt after a short one has a state of its own
-    wanted = row_seeds(np.array([9, 9, 0], np.uint64), np.array([1200, 1200, 700]), plan.segments.first)
-    assert plan.segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
+    assert plan.groups[0].segments.sequence.tolist() == [0, 0, 1]  # a prompt after a short one has a state of its own
+    wanted = row_seeds(np.array([9, 9, 0], np.uint64), np.array([1200, 1200, 700]), plan.groups[0].segments.first)
+    assert plan.groups[0].segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
     wide = cache.rounded(plan, 8)
-    batch = cache.decode_batch(wide, torch.from_numpy(wide.packed()).to(cache.device))
+    (batch,) = cache.decode_batch(wide, torch.from_numpy(wide.packed()).to(cache.device)).groups[0]
     assert batch.sealed is not None and batch.sealed.sampling is not None
     seeds = batch.sealed.sampling.seeds.tolist()
     assert seeds[:3] == wanted.tolist() and seeds[3:] == [0]

@@ -10,10 +10,8 @@ import torch
 from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 from test_exactness import EVERYTHING
 
-from shadowkv.kvcache.mixed_batch import MixedBatch
-from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
-from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 
 KEEPING_ALL = (
@@ -55,12 +53,12 @@ def test_they_join_prompts_that_are_in_the_pass_of_a_step() -> None:
     old, new = (Stream(seed, cache.allocate(100, 200)) for seed in range(2))
     prefill(cache, [(old, 100)])
     plan, prompts = cache.plan_decode([old.sequence]), cache.prefill_batch([(new.sequence, 70)])
-    batch = MixedBatch(cache.decode_batch(plan), prompts.block(0, 70))
+    batch = cache.decode_batch(plan).with_parts_of(prompts.block(0, 70))
     outs = []
     for layer in range(2):
         q, k, v = (torch.cat((getattr(old, x)[layer, 100:101], getattr(new, x)[layer, :70])) for x in ("q", "k", "v"))
         cache.append(layer, k, v, batch)
-        outs.append(cache.attend(layer, q, batch, driver.SINKS))
+        outs.append(cache.start(layer, q, batch, driver.SINKS)())
         cache.finish_prefill(layer, prompts)
     old.length, new.length = 101, 70
     got = torch.stack(outs, 1)
@@ -68,6 +66,17 @@ def test_they_join_prompts_that_are_in_the_pass_of_a_step() -> None:
     torch.testing.assert_close(got[1:], plain_attention(new), atol=5e-5, rtol=1e-4)
 
 
-def test_sparse_prefill_is_refused() -> None:
-    with pytest.raises(ValueError, match="prefill='sparse' knows no sinks, which the model has; use prefill='dense'"):
-        resolve(KVSpec(prefill="sparse"), driver.SHAPE)
+@pytest.mark.parametrize("kv", ["full", "host-values-only"])
+def test_they_join_sparse_prefills(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of new prompts and of later turns, with all blocks drawn."""
+    monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 300)
+    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
+    cache = make_cache(replace(EVERYTHING[kv], prefill="sparse", prefill_error=0.0))
+    streams = [Stream(seed, cache.allocate(n, n + 900)) for seed, n in enumerate((1000, 417))]
+    prefill(cache, [(stream, count) for stream, count in zip(streams, (1000, 417))], 300)
+    prefill(cache, [(stream, 400) for stream in streams], 300)
+    decode(cache, streams)
+    sparse = any(group.layout.window is None for group in cache.groups)
+    assert (cache.take_attention_density() is not None) == sparse
+    for stream in streams:
+        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)

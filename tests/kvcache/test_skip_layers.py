@@ -171,7 +171,7 @@ def test_a_prefill_fans_out_into_caches_that_skip_other_layers(length: int) -> N
     for layer in range(SHAPE.num_layers):
         q, k, v = (getattr(together[0], name)[layer, :length] for name in ("q", "k", "v"))
         fan_out.append(layer, k, v, block)
-        fan_out.begin(layer, q, block)()
+        fan_out.start(layer, q, block)()
         fan_out.finish_prefill(layer, batch)
     fan_out.end_prefill(batch)
     for cache, spec, one in zip(caches, specs, together, strict=True):

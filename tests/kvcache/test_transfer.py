@@ -11,7 +11,6 @@ from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 
@@ -180,16 +179,12 @@ def test_one_prefill_into_several_caches_is_one_into_each() -> None:
     q, k, v = (
         torch.cat([getattr(s, name)[:, :n] for s, n in zip(streams, lengths)], dim=1) for name in ("q", "k", "v")
     )
-    blocks = [batch.block(a, min(a + 170, batch.num_tokens)) for a in range(0, batch.num_tokens, 170)]
-
-    def of(x: torch.Tensor, layer: int, block: PrefillBlock) -> torch.Tensor:
-        return x[layer, block.start : block.stop]
-
+    spans = [slice(a, min(a + 170, batch.num_tokens)) for a in range(0, batch.num_tokens, 170)]
     for layer in range(SHAPE.num_layers):
-        for block in blocks:
-            fan_out.append(layer, of(k, layer, block), of(v, layer, block), block)
-        for block in blocks:
-            fan_out.begin(layer, of(q, layer, block), block)()
+        for span in spans:
+            block = batch.block(span.start, span.stop)
+            fan_out.append(layer, k[layer, span], v[layer, span], block)
+            fan_out.start(layer, q[layer, span], block)()
         fan_out.finish_prefill(layer, batch)
     fan_out.leave_prefill()
     fan_out.end_prefill(batch)

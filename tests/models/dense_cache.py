@@ -16,10 +16,14 @@ from shadowkv.ops.registry import Ops
 
 @dataclass(frozen=True)
 class DenseBatch:
-    """Whose the packed tokens are: sequence number and position of each, int64 [T]."""
+    """Whose the packed tokens are: sequence number and position of each, int64 [T]; and which are needed, int64 [n]."""
 
     sequences: Tensor
     positions: Tensor
+    needed: Tensor | None = None
+
+    def of_needed(self, x: Tensor) -> Tensor:
+        return x if self.needed is None else x[self.needed]
 
     @staticmethod
     def of(lengths: list[int], start: int = 0) -> DenseBatch:
@@ -46,7 +50,7 @@ class DenseCache:
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
         self.kept.setdefault(layer, []).append((self.rotate(layer, k, batch.positions), v, batch))
 
-    def begin(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         return lambda: self.attend(layer, q, batch, sinks)
 
     def attend(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Tensor:
@@ -88,5 +92,5 @@ def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int
     model.use(Ops())
     x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
     for layer in model.layers:
-        x = torch.add(*layer(x, None, cache, batch))
+        x = torch.add(*layer.start(x, None, cache, batch)())
     return list(model.logits(x).split([len(sequence) for sequence in sequences]))

@@ -11,7 +11,7 @@ import torch
 from families import CASES, build
 from test_quantised_engine import answers
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill
 from shadowkv.kvcache.policy.spec import KVSpec

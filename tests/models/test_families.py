@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,18 +148,15 @@ def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> 
     total = sum(LENGTHS)
     x = torch.randn(total, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
     with InFloat64():
-        exact = torch.add(*deepcopy(layer).double()(x.double(), None, DenseCache(model.config.rope), batch))
-    whole = draws(lambda: torch.add(*layer(x, None, DenseCache(model.config.rope), batch)))
+        exact = torch.add(*deepcopy(layer).double().start(x.double(), None, DenseCache(model.config.rope), batch)())
+    whole = draws(lambda: torch.add(*layer.start(x, None, DenseCache(model.config.rope), batch)()))
     model.use(Ops())
     cache = DenseCache(model.config.rope)
     blocks = [(start, min(start + block, total)) for start in range(0, total, block)]
-    begun = [layer.normalise(x[start:stop], None) for start, stop in blocks]
-    for (_, normed), (start, stop) in zip(begun, blocks, strict=True):
-        layer.append(normed, cache, batch.block(start, stop))
-    ended = [layer.attend(*one, cache, batch.block(*block)) for one, block in zip(begun, blocks, strict=True)]
+    ended = [layer.start(x[start:stop], None, cache, batch.block(start, stop))() for start, stop in blocks]
     assert_close_like_lowp(torch.cat([torch.add(*one) for one in ended]), exact, *whole)
     wanted = torch.tensor([3, 0, total - 1])
-    some = torch.add(*layer(x, None, DenseCache(model.config.rope), batch, wanted))
+    some = torch.add(*layer.start(x, None, DenseCache(model.config.rope), replace(batch, needed=wanted))())
     assert_close_like_lowp(some, exact[wanted], *(one[wanted] for one in whole))
 
 
@@ -172,7 +170,7 @@ def test_decode_steps_equal_one_pass(tmp_path: Path) -> None:
         batch = DenseBatch.of([1, 1, 1], start=position)
         x = model.embed(torch.tensor([text[position] for text in texts]))
         for layer in model.layers:
-            x = torch.add(*layer(x, None, cache, batch))
+            x = torch.add(*layer.start(x, None, cache, batch)())
         step = model.logits(x)
         torch.testing.assert_close(step, torch.stack([logits[position] for logits in whole]), atol=1e-4, rtol=0)
 

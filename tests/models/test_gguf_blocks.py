@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 from dense_cache import packed_logits
 from families import build
 from gguf_files import write_model
-from precision import assert_close_like_lowp, draws_in_blocks
+from precision import assert_close_in_blocks
 from test_adapter import write_adapter
 from test_families import sequences
 from thread_group import on_ranks
-from torch import Tensor
 
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
-from shadowkv.models import Decoder, LoadedModel, load_model, loader, storage
+from shadowkv.models import LoadedModel, load_model, loader, storage
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.registry import choose
@@ -51,16 +51,7 @@ def write(folder: Path, case: str, kinds: dict[str, str]) -> tuple[Path, Path]:
 def assert_same_logits(ours: LoadedModel, theirs: LoadedModel) -> None:
     for lengths in ((9, 1, 2), (9, 1, 5), (150,)):  # few tokens, more, and more than are multiplied at once
         tokens = sequences(lengths)
-        assert_close_to_plain(packed_logits(ours.model, tokens), theirs.model, tokens)
-
-
-def assert_close_to_plain(found: list[Tensor], plain: Decoder, tokens: list[list[int]]) -> None:
-    """Logits are those of plain weights, but for what kernels round activations to."""
-    exact = packed_logits(plain, tokens)
-    drawn = draws_in_blocks(lambda: packed_logits(plain, tokens))
-    for mine, other, *lowp in zip(found, exact, *drawn, strict=True):
-        assert other.abs().max() > 0.1
-        assert_close_like_lowp(mine, other.double(), *lowp)
+        assert_close_in_blocks(packed_logits(ours.model, tokens), partial(packed_logits, theirs.model, tokens))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +78,11 @@ def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Pat
 def test_ranks_keep_the_blocks_that_they_do_not_cut(kinds: str, size: int, tmp_path: Path) -> None:
     """The MLP's 512 columns are cut at 256, or at 160 and 336; heads at their 64 columns."""
     blocks, plain = write(tmp_path, "llama", ALL_ALIKE[kinds] if kinds in ALL_ALIKE else MIXED[kinds])
-    expected = load_model(plain).model
+    expected = partial(packed_logits, load_model(plain).model, sequences())
     ranks = on_ranks(size, lambda group: load_model(blocks, group=group))
     found = on_ranks(size, lambda group: packed_logits(load_model(blocks, group=group).model, sequences()))
     for rank, logits in zip(ranks, found, strict=True):
-        assert_close_to_plain(logits, expected, sequences())
+        assert_close_in_blocks(logits, expected)
         assert isinstance(rank.model.layers[1].attention.qkv, QuantisedLinear)
         assert isinstance(rank.model.head, torch.nn.Parameter)
         inner, block = rank.shard.inner, 32 if kinds == "Q4_0" else 256

@@ -84,19 +84,18 @@ def test_prompts_in_blocks_and_steps(kv: str) -> None:
     cache = KVCache(layout, CONFIG.rope, slots=1, memory=Blocks(dict.fromkeys(layout.paged, 64)), ops=ops)
     sequence = cache.allocate(TOKENS, 1024)
     batch, got = cache.prefill_batch([(sequence, TOKENS)]), [[], []]
-    blocks = [batch.block(start, min(start + 150, TOKENS)) for start in range(0, TOKENS, 150)]
+    spans = [(start, min(start + 150, TOKENS)) for start in range(0, TOKENS, 150)]
+    blocks = [batch.block(*span) for span in spans]
     for number, layer in enumerate(model.layers):
-        for block in blocks:
-            layer.attention.append(inputs[number, block.start : block.stop], cache, block)
-        for block in blocks:
-            got[number].append(layer.attention.attend(inputs[number, block.start : block.stop], cache, block))
+        for block, (start, stop) in zip(blocks, spans, strict=True):
+            got[number].append(layer.attention.start(inputs[number, start:stop], cache, block)())
         cache.finish_prefill(number, batch)
     cache.end_prefill(batch)
     for token in range(TOKENS, TOKENS + STEPS):
         plan = cache.plan_decode([sequence])
         step = cache.decode_batch(plan)
         for number, layer in enumerate(model.layers):
-            got[number].append(layer.attention.begin(inputs[number, token : token + 1], cache, step)())
+            got[number].append(layer.attention.start(inputs[number, token : token + 1], cache, step)())
         cache.end_decode(plan)
     if kv != "full":
         assert sequence.sealed > 0

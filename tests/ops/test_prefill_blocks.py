@@ -39,7 +39,7 @@ def select(backend: str, *args: object, **settings: object) -> Blocks:
     return importlib.import_module(f"shadowkv.ops.select_blocks.{backend}").select_blocks(*args, **settings)
 
 
-def attend(backend: str, *args: object) -> Tensor:
+def attend(backend: str, *args: object) -> tuple[Tensor, Tensor]:
     return importlib.import_module(f"shadowkv.ops.attend_blocks.{backend}").attend_blocks(*args)
 
 
@@ -152,7 +152,7 @@ def test_attention_is_that_of_the_listed_blocks(
     # What stands behind a list must not be read.
     behind = torch.arange(indices.shape[2], device=DEVICE) >= counts.unsqueeze(2)
     indices, weights = indices.masked_fill(behind, 2**30), weights.masked_fill(behind, math.nan)
-    out = attend(backend, q, k, v, indices, counts, weights)
+    out, lse = attend(backend, q, k, v, indices, counts, weights)
     chosen = mask_of(indices, counts).to(DEVICE)
     tile = torch.arange(n, device=DEVICE) // BLOCK
     seen = chosen[:, tile].repeat_interleave(BLOCK, 2)[:, :, :m]
@@ -163,9 +163,11 @@ def test_attention_is_that_of_the_listed_blocks(
     stands_for = torch.ones(chosen.shape, device=DEVICE, dtype=torch.float64)
     stands_for.masked_scatter_(chosen, weights[~behind].double())
     scores += stands_for[:, tile].log().repeat_interleave(BLOCK, 2)[:, :, :m]
-    exact = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(2), values)
-    assert out.dtype == DTYPE
+    scores = scores.masked_fill(~seen, -math.inf)
+    exact = torch.einsum("hnm,mhd->nhd", scores.softmax(2), values)
+    assert out.dtype == DTYPE and lse.dtype == torch.float32
     tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
+    torch.testing.assert_close(lse.double(), scores.logsumexp(2).T, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
 
 
@@ -174,7 +176,7 @@ def test_everything_listed_is_causal_attention(backend: str) -> None:
     from shadowkv.ops.causal_attention.reference import causal_attention
 
     blocks = select(backend, q, k, 0.5, 300)
-    got, exact = attend(backend, q, k, v, *blocks), causal_attention(q.float(), k.float(), v.float())
+    (got, _), exact = attend(backend, q, k, v, *blocks), causal_attention(q.float(), k.float(), v.float())
     tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
     torch.testing.assert_close(got.float(), exact, atol=tolerance, rtol=tolerance)
 

@@ -3,7 +3,6 @@
 #include "block_formats.inc.h"
 #if SHADOWKV_LANES == 16
 #include "multiply_row_tiles.inc.h"
-#include "multiply_panels.inc.h"
 #elif SHADOWKV_LANES == 8
 #include "multiply_integers.inc.h"
 #endif

@@ -16,8 +16,11 @@ namespace shadowkv {
 
 namespace {
 
-constexpr int64_t TASK_ROWS = 32, TILE_ROWS = 4, MOST_LANES = 16;
-constexpr int64_t PANEL_LINES = PANEL / 32 * 20;  // 32 columns of 32 rows: 16 of codes, 2 of scales, 2 of minima
+constexpr int64_t TASK_ROWS = 16, TILE_ROWS = 4, MOST_LANES = 16;
+
+// From 16 tokens on, floats are faster than AVX2's integers: theirs are unpacked once for all tokens (Q4_1, 3,072 x 576,
+// Zen 4).
+constexpr int64_t MOST_DIGITS_TOKENS = 12;
 
 }  // namespace
 
@@ -33,8 +36,7 @@ int64_t rows_per_task(int64_t weights, int64_t columns) {
 
 Activations::Form Activations::form_of(int64_t tokens) {
   if (instruction_set() == InstructionSet::avx512) return Form::bytes;
-  // From 16 tokens on, floats are faster: theirs are unpacked once for all tokens (Q4_1, 3,072 x 576, Zen 4).
-  return tokens > FEW_TOKENS || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
+  return tokens > MOST_DIGITS_TOKENS || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
 }
 
 Activations::Activations(int64_t tokens, int64_t columns)
@@ -56,7 +58,7 @@ void Activations::write(int64_t token, const float* x) {
 }
 
 MatmulScratch::MatmulScratch(int64_t tokens)
-    : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES), lines(PANEL_LINES) {}
+    : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES) {}
 
 void multiply_rows(
     const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch,
@@ -68,7 +70,7 @@ void multiply_rows(
   else if (x.form == Activations::Form::digits)
     avx2::multiply_integers(matrix, x.runs.data(), x.tokens, first, last, out, out_row);
   else
-    avx512::multiply_bytes(matrix, x.bytes.data(), x.tokens, first, last, scratch.lines.data(), out, out_row);
+    avx512::multiply_bytes(matrix, x.bytes.data(), x.tokens, first, last, out, out_row);
 #endif
 }
 

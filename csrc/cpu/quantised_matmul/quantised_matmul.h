@@ -43,19 +43,16 @@ struct IntegerRuns {
   float scale[8], total[8];
 };
 
-// 32 activations of a token as integers of a byte, with their scale, the sum of the numbers that these stand for, and
-// those of the integers in each half with their signs changed.
+// 32 activations of a token as integers of 16 bits, 256 * high + low, with their scale, the sum of the numbers that these
+// stand for, and those of the integers in each half with their signs changed.
 struct ByteRun {
-  int8_t numbers[32];
+  int8_t high[32], low[32];
   float scale, total;
   int32_t negative[2];
 };
 
 // Of a token with that many activations.
 constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
-
-// Tokens for which codes are multiplied as they come out of their blocks; for more, they are unpacked once for all.
-constexpr int64_t FEW_TOKENS = 12;
 
 // Rows that a thread takes at a time, about so many weights, a multiple of what any kernel multiplies at a time.
 int64_t rows_per_task(int64_t weights, int64_t columns);
@@ -84,16 +81,10 @@ class Activations {
   std::vector<ByteRun> bytes;     // [tokens, columns / 32]
 };
 
-// A register of a panel of rows.
-struct alignas(64) PanelLine {
-  uint8_t bytes[64];
-};
-
 // Working memory of one thread.
 struct MatmulScratch {
   std::vector<float> panel;  // [rows of a tile, PANEL]
   std::vector<float> sums;   // [tokens, rows of a tile, lanes of a vector]
-  std::vector<PanelLine> lines;
 
   explicit MatmulScratch(int64_t tokens);
 };

@@ -18,6 +18,8 @@ using shadowkv::check;
 // Weights per task: about 10 microseconds of work.
 constexpr int64_t WEIGHTS_PER_TASK = 65536;
 
+constexpr int64_t TOKENS_PER_TASK = 16;  // whose activations a thread writes
+
 shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name) {
   const shadowkv::BlockFormat* format = shadowkv::find_block_format(name);
   TORCH_CHECK(format != nullptr, "no format of blocks is called ", name);
@@ -30,25 +32,8 @@ shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name)
       blocks.size(1) / format->bytes * format->values, format->kind};
 }
 
-// Activations that are bytes at a time: as many as stay in the second cache beside a panel of rows.
-constexpr int64_t TOKENS_AT_ONCE = 192;
-
 int64_t rows_per_task(int64_t columns) {
   return shadowkv::rows_per_task(WEIGHTS_PER_TASK, std::max<int64_t>(columns, 1));
-}
-
-// out [tokens, rows] = x [tokens, columns] times the matrix.
-void multiply(const shadowkv::QuantisedMatrix& matrix, const float* x, int64_t tokens, float* out) {
-  shadowkv::Activations activations(tokens, matrix.columns);
-  at::parallel_for(0, tokens, shadowkv::FEW_TOKENS, [&](int64_t first, int64_t last) {
-    for (int64_t token = first; token < last; ++token) activations.write(token, x + token * matrix.columns);
-  });
-  const int64_t rows = rows_per_task(matrix.columns), tasks = (matrix.rows + rows - 1) / rows;
-  shadowkv::share_runs(tasks, [&](int64_t first, int64_t last) {
-    shadowkv::MatmulScratch scratch(tokens);
-    shadowkv::multiply_rows(
-        matrix, activations, first * rows, std::min(last * rows, matrix.rows), scratch, out, matrix.rows);
-  });
 }
 
 Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view format) {
@@ -61,10 +46,16 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
   if (out.numel() == 0) return out;
   const float* from = tokens.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  for (int64_t first = 0; first < x.size(0); first += TOKENS_AT_ONCE)
-    multiply(
-        matrix, from + first * matrix.columns, std::min(TOKENS_AT_ONCE, x.size(0) - first),
-        to + first * matrix.rows);
+  shadowkv::Activations activations(x.size(0), matrix.columns);
+  at::parallel_for(0, x.size(0), TOKENS_PER_TASK, [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; ++token) activations.write(token, from + token * matrix.columns);
+  });
+  const int64_t rows = rows_per_task(matrix.columns), tasks = (matrix.rows + rows - 1) / rows;
+  shadowkv::share_runs(tasks, [&](int64_t first, int64_t last) {
+    shadowkv::MatmulScratch scratch(x.size(0));
+    shadowkv::multiply_rows(
+        matrix, activations, first * rows, std::min(last * rows, matrix.rows), scratch, to, matrix.rows);
+  });
   return out;
 }
 

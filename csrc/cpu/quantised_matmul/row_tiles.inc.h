@@ -55,7 +55,7 @@ static SHADOWKV_INLINE __m512 byte_of(Wide x, int at) {
 
 // Of every format: a number is (code - OFFSET) * scale + minimum, with a scale for COLUMNS columns: a unit. `parameters`
 // reads scales, and minima where there are any, of the units of a block. `codes` gives the codes of each unit to `use`,
-// with its number in the block: `unit_at` says in which order.
+// with its number in the block.
 template <BlockKind>
 struct RowTile;
 
@@ -63,8 +63,6 @@ template <BlockKind KIND, int OFFSET_OF_CODES, bool MINIMA>
 struct SmallBlocks {
   static constexpr int COLUMNS = 32, OFFSET = OFFSET_OF_CODES;
   static constexpr bool HAS_MINIMA = MINIMA;
-
-  static constexpr int unit_at(int place) { return place; }
 
   static SHADOWKV_INLINE void parameters(const uint8_t* const* rows, int64_t at, __m512* scales, __m512* minima) {
     const Wide column = load_column(rows, at);
@@ -119,8 +117,6 @@ struct RowTile<Q4_K> {
   static constexpr int COLUMNS = 32, OFFSET = 0;
   static constexpr bool HAS_MINIMA = true;
 
-  static constexpr int unit_at(int place) { return place; }
-
   static SHADOWKV_INLINE void parameters(const uint8_t* const* rows, int64_t at, __m512* scales, __m512* minima) {
     Wide head[4];
     transpose_bytes(rows, at, head);
@@ -160,9 +156,6 @@ struct RowTile<Q6_K> {
   static constexpr int COLUMNS = 16, OFFSET = 32;
   static constexpr bool HAS_MINIMA = false;
 
-  // Four pieces of 16 columns of each of the four runs of 128 columns.
-  static constexpr int unit_at(int place) { return 8 * (place / 8) + place / 4 % 2 + 2 * (place % 4); }
-
   static SHADOWKV_INLINE void parameters(const uint8_t* const* rows, int64_t at, __m512* scales, __m512*) {
     Wide steps[4];
     transpose_bytes(rows, at + 192, steps);
@@ -173,8 +166,8 @@ struct RowTile<Q6_K> {
 
   template <typename Use>
   static SHADOWKV_INLINE void codes(const uint8_t* const* rows, int64_t at, const Use& use) {
-    for (int piece = 0; piece < 4; ++piece) {
-      const int half = piece / 2;
+    for (int piece = 0; piece < 4; ++piece) {  // 16 columns of each of the four runs of 128 columns
+      const int half = piece / 2, first = 8 * half + piece % 2;
       Wide lower[2][4], upper[4], codes[4];
       transpose_bytes(rows, at + 64 * half + 16 * (piece % 2), lower[0]);
       transpose_bytes(rows, at + 64 * half + 16 * (piece % 2) + 32, lower[1]);
@@ -188,7 +181,7 @@ struct RowTile<Q6_K> {
           const Wide moved = run < 2 ? _mm512_slli_epi32(high, 4 - 2 * run) : _mm512_srli_epi32(high, 2 * run - 4);
           codes[i] = _mm512_or_si512(masked(low, NIBBLES), masked(moved, PAIRS));
         }
-        use(unit_at(4 * piece + run), codes);
+        use(first + 2 * run, codes);
       }
     }
   }

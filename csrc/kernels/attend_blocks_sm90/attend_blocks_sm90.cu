@@ -73,13 +73,15 @@ BlocksCall checked(
 
 void attend_blocks_sm90(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& counts,
-    const Tensor& weights, double scale, Tensor& taken, Tensor& out) {
+    const Tensor& weights, double scale, Tensor& taken, Tensor& out, Tensor& lse) {
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   BlocksCall call = checked(q, k, v, scale, true, (q.size(0) + kBlock - 1) / kBlock, taken, out);
   check_dense(indices, "indices", Dtype::Int, {call.query_heads, call.tiles, -1});
   check_dense(counts, "counts", Dtype::Int, {call.query_heads, call.tiles});
   check_dense(weights, "weights", Dtype::Float, {call.query_heads, call.tiles, indices.size(2)});
+  check_dense(lse, "lse", Dtype::Float, {call.n, call.query_heads});
   if (call.query_heads * call.n == 0) return;
+  call.lse = static_cast<float*>(lse.data_ptr());
   call.indices = static_cast<const int*>(indices.data_ptr()), call.counts = static_cast<const int*>(counts.data_ptr());
   call.weights = static_cast<const float*>(weights.data_ptr());
   call.blocks = int(indices.size(2));
@@ -112,7 +114,7 @@ void attend_sequences_sm90(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_blocks_sm90(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor counts, Tensor weights, float scale, "
-      "Tensor(a!) taken, Tensor(b!) out) -> ()");
+      "Tensor(a!) taken, Tensor(b!) out, Tensor(c!) lse) -> ()");
   m.def(
       "attend_sequences_sm90(Tensor q, Tensor k, Tensor v, Tensor? starts, bool causal, float scale, Tensor(a!) taken, "
       "Tensor(b!) out, Tensor(c!)? lse) -> ()");

@@ -13,7 +13,7 @@ import gc
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.prefill.exact import MOST_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 
@@ -40,34 +41,42 @@ batch only passes through costs no capture. Counted and not timed, as all ranks 
 Function = Callable[[Tensor], Any]
 """What is captured, as a function of numbers on the device."""
 
-Step = Callable[[DecodePlan, Tensor, Tensor, bool], Tensor]
-
-Pass = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs", bool], Tensor]
+Step = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs | None", bool], Tensor]
 
 PROMPT_ROWS = (128, 256, 512, 768, 1024, 1536, 2048)
-"""Tokens that a prompt is padded to in a captured pass: a graph for each, times as many as there are batches below."""
+"""Tokens that prompts are padded to in a captured pass: a graph for each, times as many as there are batches below."""
 
 STEP_ROWS = (8, 32, 64, 128, 256)
-"""Rows that a decode step is padded to beside a prompt, among whose tokens they hardly count."""
+"""Rows that a decode step is padded to beside prompts, among whose tokens they hardly count."""
 
 
 class PromptInputs(NamedTuple):
-    """A prompt in a captured pass, int64 on the device: its numbers (``KVCache.exact_prompt``) [3, groups], its token
-    ids [T], and the rows of the pass whose logits are needed [B + 1]."""
+    """Prompts in a captured pass, int64 on the device: their numbers (``KVCache.exact_prompts``) [m], their token ids
+    [T], and the rows of the pass whose logits are needed [B + MOST_PROMPTS]."""
 
     numbers: Tensor
     ids: Tensor
     rows: Tensor
 
 
+class Pass(NamedTuple):
+    """What a graph runs: a step's shapes and numbers, its tokens and where else they come from, and new prompts."""
+
+    plan: DecodePlan
+    tokens: list[int]
+    sources: list[int]
+    sequences: Sequence[CachedSequence]
+    ids: Sequence[list[int]]
+
+
 class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
 
     Args:
-        step: computes logits from a plan's shapes, its numbers on the device, and the inputs int64 [2, B]: newest
-            tokens and where else they come from. Or it only rehearses that: runs whatever a capture must not load for
-            the first time, for example a few layers, because a token waits for this and for the capture.
-        mixed: computes the same with a prompt that stays exact beside it, or rehearses that.
+        step: computes logits from a plan's shapes, its numbers on the device, the inputs int64 [2, B], newest tokens
+            and where else they come from, and prompts beside it or None. Or it only rehearses that: runs whatever a
+            capture must not load for the first time, for example a few layers, because a token waits for this and for
+            the capture.
         max_batch: most sequences that decode together.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs: without room for a graph, a rank then cannot go on
@@ -80,48 +89,36 @@ class CudaGraphs:
         eager: steps and seals that ran without a graph, by their shapes, until it was captured.
     """
 
-    def __init__(
-        self, cache: KVCache, step: Step, mixed: Pass, max_batch: int, vocabulary: int, together: bool = False
-    ) -> None:
-        self.cache, self._step, self._mixed, self.max_batch, self.captures = cache, step, mixed, max_batch, 0
+    def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
+        self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
         self._together = together
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
         # All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and 128 MB for 256 of them.
-        self._logits = torch.empty(max_batch + 1, vocabulary, device=cache.device)
+        self._logits = torch.empty(max_batch + MOST_PROMPTS, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
-    def prepare(self, plan: DecodePlan) -> None:
-        """Captures the graph of a step of padding rows, if there is none."""
-        self._decode(plan, [], [], at_once=True)
-
-    def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
-        """float32 logits [B, V]; overwritten by the next call."""
-        return self._decode(plan, tokens, sources, at_once=False)
-
-    def _decode(self, plan: DecodePlan, tokens: list[int], sources: list[int], at_once: bool) -> Tensor:
-        self._seal_due(plan)
-        count, shape = len(tokens), self.cache.rounded(plan, self.max_batch)
-        inputs = np.full((2, shape.shape[0]), -1, np.int64)
-        inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
-        numbers, split = np.concatenate((shape.packed(), inputs.ravel())), -inputs.size
-
-        def step(static: Tensor, rehearsal: bool = False) -> Tensor:
-            logits = self._step(shape, static[:split], static[split:].view(2, -1), rehearsal)
-            return self._logits[: len(logits)].copy_(logits)
-
-        logits: Tensor = self._run(shape.shape, numbers, step, lambda static: step(static, rehearsal=True), at_once)
-        return logits[:count]
-
-    def mixed(
-        self, plan: DecodePlan, tokens: list[int], sources: list[int], sequence: CachedSequence, ids: list[int]
+    def run(
+        self,
+        plan: DecodePlan,
+        tokens: list[int],
+        sources: list[int],
+        sequences: Sequence[CachedSequence] = (),
+        ids: Sequence[list[int]] = (),
     ) -> Tensor | None:
-        """float32 logits [B + 1, V] of a step with a prompt that stays exact; None where there is no graph for that,
-        which is captured only where such passes come again and again."""
-        rows = next((rows for rows in PROMPT_ROWS if rows >= len(ids)), None)
+        """float32 logits [B + n, V] of a step and of n new prompts ``ids`` that stay exact; overwritten by the next
+        call. None where there is no graph for prompts: these are captured only where such passes come again and again.
+        """
+        prompts = Pass(plan, tokens, sources, sequences, ids)
+        if not sequences:
+            self._seal_due(plan)
+            return self._run_pass(prompts, self.cache.rounded(plan, self.max_batch), 0, at_once=False)
+        count = sum(map(len, ids))
+        rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
-        if rows is None or batch is None or plan.micro_batches > 1 or plan.of_sequence is not None:
+        fits = plan.micro_batches == 1 and all(group.of_sequence is None for group in plan.groups)
+        if rows is None or batch is None or len(sequences) > MOST_PROMPTS or not fits:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
         key = (rows, *shape.shape)
@@ -131,47 +128,49 @@ class CudaGraphs:
             self.eager[key] += 1
             return None
         self._seal_due(plan)
-        return self._run_mixed(shape, rows, tokens, sources, self.cache.exact_numbers(sequence, len(ids)), ids)
+        return self._run_pass(prompts, shape, rows, at_once=True)
+
+    def prepare(self, plan: DecodePlan) -> None:
+        """Captures the graph of a step of padding rows, if there is none."""
+        self._run_pass(Pass(plan, [], [], [], []), self.cache.rounded(plan, self.max_batch), 0, at_once=True)
 
     def prepare_mixed(self, plan: DecodePlan, rows: int, batch: int) -> None:
-        """Captures the graph of a pass of padding rows."""
+        """Captures the graph of a pass of padding rows, with ``rows`` of prompts."""
         shape = self.cache.rounded(plan, self.max_batch, batch)
-        self._run_mixed(shape, rows, [], [], self.cache.exact_numbers(None, 0), [])
+        self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
-        """Rows of a prompt and of a step that passes are captured for."""
+        """Rows of prompts and of a step that passes are captured for."""
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
 
     def _step_rows(self) -> list[int]:
         return sorted({min(rows, self.max_batch) for rows in STEP_ROWS})
 
-    def _run_mixed(
-        self,
-        shape: DecodePlan,
-        rows: int,
-        tokens: list[int],
-        sources: list[int],
-        prompt: np.ndarray,
-        ids: list[int],
-    ) -> Tensor:
-        batch, count, groups = shape.shape[0], len(tokens), prompt.shape[1]
+    def _run_pass(self, given: Pass, shape: DecodePlan, rows: int, at_once: bool) -> Tensor:
+        """Runs a pass in the ``shape`` of a graph, with ``rows`` of prompts."""
+        batch, count, new = shape.num_rows, len(given.tokens), len(given.ids)
         inputs = np.full((2, batch), -1, np.int64)
-        inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
-        of_prompt, needed = np.zeros(rows, np.int64), np.zeros(batch + 1, np.int64)
-        of_prompt[: len(ids)] = ids
-        needed[:count], needed[count] = np.arange(count), batch + max(0, len(ids) - 1)
-        numbers = np.concatenate((shape.packed(), inputs.ravel(), prompt.ravel(), of_prompt, needed))
-        sizes = [numbers.size - 2 * batch - 3 * groups - rows - batch - 1, 2 * batch, 3 * groups, rows, batch + 1]
+        inputs[0], inputs[0, :count], inputs[1, :count] = 0, given.tokens, given.sources
+        of_prompts = [np.empty(0, np.int64)] * 3
+        if rows:
+            lengths = [len(own) for own in given.ids]
+            ids, needed = np.zeros(rows, np.int64), np.zeros(batch + MOST_PROMPTS, np.int64)
+            ids[: sum(lengths)] = [token for own in given.ids for token in own]
+            needed[:count], needed[count : count + new] = np.arange(count), batch - 1 + np.cumsum(lengths)
+            of_prompts = [self.cache.exact_numbers(given.sequences, lengths, rows), ids, needed]
+        parts = [shape.packed(), inputs.ravel(), *of_prompts]
+        sizes = [part.size for part in parts]
 
         def run(static: Tensor, rehearsal: bool = False) -> Tensor:
-            own, of_step, of_groups, token_ids, wanted = static.split(sizes)
-            beside = PromptInputs(of_groups.view(3, -1), token_ids, wanted)
-            logits = self._mixed(shape, own, of_step.view(2, -1), beside, rehearsal)
+            own, of_step, *beside = static.split(sizes)
+            prompts = PromptInputs(*beside) if rows else None
+            logits = self._step(shape, own, of_step.view(2, -1), prompts, rehearsal)
             return self._logits[: len(logits)].copy_(logits)
 
-        key = (rows, *shape.shape)
-        logits: Tensor = self._run(key, numbers, run, lambda static: run(static, rehearsal=True), at_once=True)
-        return logits[: count + 1]
+        key = (rows, *shape.shape) if rows else shape.shape
+        rehearse = functools.partial(run, rehearsal=True)
+        logits: Tensor = self._run(key, np.concatenate(parts), run, rehearse, at_once)
+        return logits[: count + new]
 
     def drop(self) -> None:
         """Frees all graphs, even those referred to elsewhere; none can run again."""
@@ -185,7 +184,7 @@ class CudaGraphs:
         return key in self.graphs or key in self.without
 
     def _seal_due(self, plan: DecodePlan) -> None:
-        for number, of_group in enumerate(plan.of_groups):
+        for number, of_group in enumerate(plan.groups):
             if of_group.sealing is not None:
                 self._seal(number, of_group.sealing)
 

@@ -11,6 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
+from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.layers.decoder_layer import DecoderLayer
@@ -63,8 +64,9 @@ class FusedLayers:
         plain = config.activation == "silu" and not (config.sinks or config.wide_norms)
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
-    def __call__(self, x: Tensor, batch: DecodeBatch) -> Tensor:
-        """Residual stream [B, D] before the layers -> behind them."""
+    def __call__(self, x: Tensor, step: Batch) -> Tensor:
+        """Residual stream [B, D] of a decode step before the layers -> behind them."""
+        batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers
         if batch.sealed is None:

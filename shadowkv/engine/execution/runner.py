@@ -3,7 +3,7 @@ in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs, PromptInputs
+from shadowkv.engine.execution.forward import Flow, Step, forward, pieces, prefill, run_through
 from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.engine.execution.prefill import mixed_pass, pieces, prefill
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.decode.batch import DecodePlan, micro_batches
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.mixed_batch import MixedBatch
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
@@ -51,7 +50,7 @@ class Runner:
         together = model.group.size > 1
         self.graphs = None
         if graphs_up_to is not None:
-            self.graphs = CudaGraphs(cache, self.step, self.mixed_step, graphs_up_to, model.config.vocab_size, together)
+            self.graphs = CudaGraphs(cache, self.step, graphs_up_to, model.config.vocab_size, together)
 
     @property
     def captures(self) -> int:
@@ -83,11 +82,10 @@ class Runner:
 
     @torch.inference_mode()
     def prepare_mixed(self, sequence: CachedSequence, tokens: int, rows: int, batch: int) -> None:
-        """Captures the graph of a step of ``batch`` sequences of ``tokens`` tokens, as ``sequence`` would be, with a
-        prompt of up to ``rows`` tokens that stays exact; nothing where such passes are no graphs."""
+        """Captures the graph of a step of ``batch`` sequences of ``tokens`` tokens, as ``sequence`` would be, with
+        prompts of up to ``rows`` tokens that stay exact; nothing where such passes are no graphs."""
         plan = self.cache.forecast_decode([], [(sequence, tokens)] * batch)
-        windows = any(group.window is not None for group in self.cache.layout.groups)
-        if plan is None or self.graphs is None or self.model.group.size > 1 or windows:
+        if plan is None or self.graphs is None:
             return
         with suppress(torch.OutOfMemoryError):
             self.graphs.prepare_mixed(plan, rows, batch)
@@ -98,24 +96,21 @@ class Runner:
         """``prefill`` into the runner's cache."""
         return prefill(self.model, self.cache, work, scored)
 
-    def prefill_pieces(self, tokens: int, scored: bool) -> int:
+    def prefill_pieces(self, tokens: int) -> int:
         """Pieces, between which it may be paused, of a prefill of ``tokens`` tokens."""
-        return pieces(len(self.layers), tokens, self.cache.device, scored)
+        return pieces(len(self.layers), tokens, self.cache.device)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D]; the first token has none."""
+        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D], those of rank 0 on every rank; the
+        first token has none."""
+        self.model.group.copy_first(hidden)
         logprobs: list[TokenLogprobs | None] = [None]
         for start in range(0, len(tokens) - 1, SCORED_TOKENS):
             following = tokens[start + 1 : start + 1 + SCORED_TOKENS]
             logits = self.model.logits(hidden[start : start + len(following)])
             logprobs += logprobs_of(logits, following, [count] * len(following))
         return logprobs
-
-    def share_chosen(self, sources: list[int] | None) -> None:
-        """Gives every rank rank 0's ``chosen``, where a step takes tokens from it."""
-        if sources is not None and any(source >= 0 for source in sources):
-            self.model.group.copy_first(self.chosen)
 
     def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
         """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
@@ -137,101 +132,95 @@ class Runner:
         ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
 
         ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass: [B + n, V]. It is
-        a CUDA graph for one prompt that stays exact, of which all is new, where there is one. If it raises, those
-        sequences can only be released, and the step can run without them.
+        a CUDA graph for new prompts that stay exact. If it raises, those sequences can only be released, and the step
+        can run without them.
         """
+        if sources is not None and any(source >= 0 for source in sources):
+            self.model.group.copy_first(self.chosen)  # only rank 0 chooses
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
-        if prompts:
-            with record or nullcontext():
-                logits = self._with_prompts(plan, tokens, sources, list(prompts), record is None)
-        elif self.graphs is None or record is not None:
+        if self.graphs is not None and record is None:
+            logits = self._captured(plan, tokens, sources, prompts)
+        if logits is None:
             try:
                 with record or nullcontext():
-                    logits = self.step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
+                    logits = self._uncaptured(plan, tokens, sources, list(prompts))
             except torch.OutOfMemoryError:
-                if self.graphs is None or self.model.group.size > 1:
+                if prompts or self.graphs is None or self.model.group.size > 1:
                     raise
         if logits is None:
-            assert self.graphs is not None
-            logits = self.graphs.decode(plan, tokens, sources)
+            logits = self._captured(plan, tokens, sources, ())
+            assert logits is not None, "steps alone always run"
         self.cache.end_decode(plan)
         return logits
 
-    def _with_prompts(
+    def _captured(
         self,
         plan: DecodePlan,
         tokens: list[int],
         sources: list[int],
-        work: list[tuple[CachedSequence, list[int]]],
-        unrecorded: bool,
+        prompts: Sequence[tuple[CachedSequence, list[int]]],
+    ) -> Tensor | None:
+        """The pass as a CUDA graph; None where ``prompts`` are not of a kind for that, or have no graph yet."""
+        assert self.graphs is not None
+        new, ids = [sequence for sequence, _ in prompts], [ids for _, ids in prompts]
+        if not all(self.cache.stays_exact(sequence, len(own)) for sequence, own in prompts):
+            return None
+        logits = self.graphs.run(plan, tokens, sources, new, ids)
+        if logits is not None:
+            self.cache.end_exact_prompts(new, [len(own) for own in ids])
+        return logits
+
+    def _uncaptured(
+        self, plan: DecodePlan, tokens: list[int], sources: list[int], work: list[tuple[CachedSequence, list[int]]]
     ) -> Tensor:
-        sequence, ids = work[0]
-        captured = self.graphs is not None and self.model.group.size == 1 and unrecorded and len(work) == 1
-        if captured and self.cache.stays_exact(sequence, len(ids)):
-            assert self.graphs is not None
-            logits = self.graphs.mixed(plan, tokens, sources, sequence, ids)
-            if logits is not None:
-                self.cache.end_exact_prompt(sequence, len(ids))
-                return logits
+        inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
+        if not work:
+            return self.step(plan, None, inputs)
         if self.graphs is not None:  # numbers of pages as graphs have them: kernels may be compiled for each
             plan = self.cache.rounded(plan, len(tokens))
         batch = self.cache.decode_batch(plan)  # first: what is due is then sealed, whatever becomes of the prompts
-        inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
-        return mixed_pass(self.model, self.cache, batch, self._newest(inputs), work)
+        passing = prefill(self.model, self.cache, work, step=Step(batch, self._newest(inputs)))
+        logits: Tensor = run_through(passing)[0]
+        return logits
 
     def _newest(self, inputs: Tensor) -> Tensor:
         """The tokens int64 [B] that ``inputs`` int64 [2, B] of ``step`` stand for."""
         tokens, sources = inputs
         return torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)])
 
-    def step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
-        """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): one layer of each kind.
+    def step(
+        self,
+        plan: DecodePlan,
+        numbers: Tensor | None,
+        inputs: Tensor,
+        prompts: PromptInputs | None = None,
+        rehearsal: bool = False,
+    ) -> Tensor:
+        """Logits float32 [B, V] of a decode step, or [n, V] with ``prompts`` that stay exact beside it; or of a
+        rehearsal of that (``CudaGraphs``): one layer of each kind.
 
         Args:
             plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
             inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
         """
-        batch = self.cache.decode_batch(plan, numbers)
-        hidden = self.model.embed(self._newest(inputs))
-        if self._fused is not None and self.cache.query_hook is None:  # it shows no queries
-            return self.model.logits(self._fused(hidden, batch))
-        micro_batches = batch.split(plan.micro_batches)
-        parts = hidden.split([len(part.positions) for part in micro_batches])
-        through = self._kinds if rehearsal else self.layers
-        results = _interleave(self._layer_by_layer(*part, through) for part in zip(parts, micro_batches, strict=True))
-        if len(results) == 1:
-            return self.model.logits(*results[0])
-        hiddens, added = zip(*results, strict=True)
-        return self.model.logits(torch.cat(hiddens), torch.cat(added))
-
-    def mixed_step(
-        self, plan: DecodePlan, numbers: Tensor, inputs: Tensor, prompt: PromptInputs, rehearsal: bool = False
-    ) -> Tensor:
-        """Logits float32 [B + 1, V] of a decode step with a prompt that stays exact, or of a rehearsal of it.
-
-        Args:
-            plan, numbers, inputs: as of ``step``.
-        """
-        beside = self.cache.exact_prompt(prompt.numbers, len(prompt.ids))
-        batch = MixedBatch(self.cache.decode_batch(plan, numbers), beside)
-        x = self.model.embed(torch.cat((self._newest(inputs), prompt.ids)))
-        through, added = self._kinds if rehearsal else self.layers, None
-        for number, layer in enumerate(through):
-            x, added = layer(x, added, self.cache, batch, prompt.rows if number + 1 == len(through) else None)
+        batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
+        if prompts is not None:
+            batch = batch.with_parts_of(self.cache.exact_prompts(prompts.numbers, len(prompts.ids)))
+            hidden = self.model.embed(torch.cat((ids, prompts.ids)))
+            flows = [Flow(hidden, batch, batch.where_needed(prompts.rows))]
+        else:
+            hidden = self.model.embed(ids)
+            if self._fused is not None and self.cache.query_hook is None:  # it shows no queries
+                return self.model.logits(self._fused(hidden, batch))
+            parts = micro_batches(batch, plan.micro_batches)
+            hiddens = hidden.split([part.num_tokens for part in parts])
+            flows = [Flow(*part) for part in zip(hiddens, parts, strict=True)]
+        run_through(forward(self._kinds if rehearsal else self.layers, self.cache, flows))
+        if len(flows) == 1:
+            return self.model.logits(flows[0].x, flows[0].added)
+        x, added = (torch.cat([getattr(flow, name) for flow in flows]) for name in ("x", "added"))
         return self.model.logits(x, added)
-
-    def _layer_by_layer(
-        self, hidden: Tensor, batch: DecodeBatch, layers: list[DecoderLayer]
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Takes a micro-batch through ``layers``, and pauses where attention may have to wait."""
-        added = None
-        for layer in layers:
-            finish = layer.begin(hidden, added, self.cache, batch)
-            yield
-            hidden, added = finish()
-        assert added is not None, "a model without layers"
-        return hidden, added
 
 
 def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
@@ -242,15 +231,3 @@ def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLaye
         form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
         first_of.setdefault((groups[number], *form), layer)
     return [*layers[:1], *first_of.values()]
-
-
-def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:
-    """What generators with the same number of pauses return; each runs to its next pause in turn."""
-    running, results = list(generators), list[Result]()
-    while len(results) < len(running):
-        for generator in running:
-            try:
-                next(generator)
-            except StopIteration as end:
-                results.append(end.value)
-    return results

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.startup.loading import graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
-
-Result = TypeVar("Result")
 
 Prefilled = tuple[Tensor, list[Tensor]]
 
@@ -36,70 +30,64 @@ def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Driver
     return loaded, cache, DriverRunner(loaded.model, cache, ranks, graphs_up_to(config, cache)), notes
 
 
+def _told(method: str) -> Any:
+    """A method of the cache that the other ranks hear of with their next work: none waits for another."""
+
+    def call(self: DriverCache, *arguments: Any) -> Any:
+        result = getattr(KVCache, method)(self, *arguments)
+        self.ranks.tell(self.ranks.writer.write("cache", method, arguments, result))
+        return result
+
+    return call
+
+
 class DriverCache(KVCache):
-    """A cache of rank 0's heads. Sequences live equally long in the other ranks' caches, identified by numbers."""
+    """A cache of rank 0's heads. Sequences live equally long in the other ranks' caches."""
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ranks, self._next, self._numbers = ranks, itertools.count(), dict[CachedSequence, int]()
+        self.ranks = ranks
 
-    def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
-        """Numbers by which the other ranks know sequences."""
-        return [self._numbers[sequence] for sequence in sequences]
-
-    def _new(self, sequence: CachedSequence) -> int:
-        self._numbers[sequence] = next(self._next)
-        return self._numbers[sequence]
-
-    def allocate(self, start: int, capacity: int) -> CachedSequence:
-        sequence = super().allocate(start, capacity)
-        self._ranks.tell("allocate", self._new(sequence), start, capacity)
-        return sequence
-
-    def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
-        super().extend(sequence, start, capacity)
-        self._ranks.tell("extend", self._numbers[sequence], start, capacity)
-
-    def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        forked = super().fork(sequence, length, start, capacity)
-        self._ranks.tell("fork", self._numbers[sequence], self._new(forked), length, start, capacity)
-        return forked
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        super().truncate(sequence, length)
-        self._ranks.tell("truncate", self._numbers[sequence], length)
-
-    def trim(self, sequence: CachedSequence) -> None:
-        super().trim(sequence)
-        self._ranks.tell("trim", self._numbers[sequence])
+    allocate, extend, fork = _told("allocate"), _told("extend"), _told("fork")
+    truncate, trim = _told("truncate"), _told("trim")
 
     def release(self, sequence: CachedSequence) -> None:
         super().release(sequence)
-        self._ranks.tell("release", self._numbers.pop(sequence))
+        self.ranks.tell(self.ranks.writer.release(sequence))
+
+
+def _together(method: str) -> Any:
+    """A method of the runner that all ranks call at the same time. An error leaves the others waiting: it is fatal to
+    all of them, as RankFailure."""
+
+    def call(self: DriverRunner, *arguments: Any) -> Any:
+        self.ranks.send(self.ranks.writer.write("runner", method, arguments))
+        with self.ranks.together():
+            return getattr(Runner, method)(self, *arguments)
+
+    return call
 
 
 class DriverRunner(Runner):
-    """Runs rank 0's part of the model, alongside the other ranks.
+    """Runs rank 0's part of the model, alongside the other ranks."""
 
-    An error in collective work leaves the others waiting: it is fatal to all of them, as RankFailure.
-    """
-
-    def __init__(self, model: Decoder, cache: DriverCache, ranks: Ranks, graphs_up_to: int | None = None) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, ranks: Ranks, graphs_up_to: int | None = None) -> None:
         super().__init__(model, cache, graphs_up_to)
-        self._ranks, self._of = ranks, cache
-        self._names = itertools.count()
-        self._forecast: tuple[list[CachedSequence], list[tuple[CachedSequence, int]]] = [], []
+        self.ranks = ranks
+
+    decode, prepare, prepare_mixed = _together("decode"), _together("prepare"), _together("prepare_mixed")
+    prompt_logprobs, collective_rpc = _together("prompt_logprobs"), _together("collective_rpc")
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
     ) -> Generator[None, None, Prefilled]:
-        name, steps, ended = next(self._names), super().prefill(work, scored), False
-        numbers = self._of.numbers([sequence for sequence, _ in work])
-        self._ranks.tell("prefill", name, list(zip(numbers, [tokens for _, tokens in work])), scored)
+        steps, writer, ended = super().prefill(work, scored), self.ranks.writer, False
+        number, written = writer.begin("runner", "prefill", (work, scored))
+        self.ranks.tell(written)
         try:
             while True:
-                self._ranks.send("advance", name)
-                with self._ranks.together():
+                self.ranks.send(writer.write("worker", "advance", (number,)))
+                with self.ranks.together():
                     try:
                         next(steps)
                     except StopIteration as end:
@@ -110,44 +98,4 @@ class DriverRunner(Runner):
         finally:
             if not ended:
                 steps.close()
-                self._ranks.tell("leave", name)
-
-    def unprepared(
-        self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
-    ) -> DecodePlan | None:
-        self._forecast = sequences, joining
-        return super().unprepared(sequences, joining)
-
-    def prepare(self, plan: DecodePlan) -> None:
-        sequences, joining = self._forecast
-        others = self._of.numbers([sequence for sequence, _ in joining])
-        counts = [tokens for _, tokens in joining]
-        self._ranks.send("prepare", self._of.numbers(sequences), list(zip(others, counts)))
-        with self._ranks.together():
-            super().prepare(plan)
-
-    def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-        self._ranks.send("prompt_logprobs", hidden.shape, tokens)
-        with self._ranks.together():
-            self.model.group.copy_first(hidden)
-            return super().prompt_logprobs(hidden, tokens, count)
-
-    def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
-        self._ranks.send("collective_rpc", function, self._of.numbers(sequences), what)
-        with self._ranks.together():
-            return super().collective_rpc(function, sequences, *what)
-
-    def decode(
-        self,
-        sequences: list[CachedSequence],
-        tokens: list[int],
-        sources: list[int] | None = None,
-        record: AbstractContextManager[Any] | None = None,
-        prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
-    ) -> Tensor:
-        seeds = [sequence.seed for sequence in sequences]
-        joining = list(zip(self._of.numbers([sequence for sequence, _ in prompts]), [ids for _, ids in prompts]))
-        self._ranks.send("decode", self._of.numbers(sequences), seeds, tokens, sources, record is not None, joining)
-        with self._ranks.together():
-            self.share_chosen(sources)
-            return super().decode(sequences, tokens, sources, record, prompts)
+                self.ranks.tell(writer.write("worker", "leave", (number,)))

@@ -18,14 +18,12 @@ import torch
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.held_folder import HeldFolder
+from shadowkv.engine.parallel.calls import Writer
 from shadowkv.engine.startup.loading import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
 from shadowkv.wording import SettingsError
 
 logger = logging.getLogger(__name__)
-
-Command = tuple[Any, ...]
-"""A name, and its arguments."""
 
 HERE = "here"
 """Sent by a rank that is about to meet the others."""
@@ -41,6 +39,7 @@ class Ranks:
         group: the group that all of them compute in.
         device: rank 0's.
         failure: why they cannot go on; None while they can.
+        writer: writes calls for them.
 
     Raises ValueError where the devices are missing, and RankFailure where a rank does not start.
     """
@@ -55,8 +54,8 @@ class Ranks:
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
         self._tell: Callable[[RankFailure], None] = lambda failure: None
-        self._folder = HeldFolder("ranks-")
-        self._closing, self._pending = False, list[Command]()
+        self._folder, self.writer = HeldFolder("ranks-"), Writer()
+        self._closing, self._pending = False, list[bytes]()
         self._known = threading.Event()
         self._sockets, self._pipes = list[socket.socket](), list[Connection]()
         self._processes = list[subprocess.Popen[bytes]]()
@@ -96,13 +95,13 @@ class Ranks:
                 self.failure = self._in_words(pipe, said[1])
                 raise RankFailure(self.failure)
 
-    def tell(self, *command: Any) -> None:
-        """Queues a command for the other ranks, sent along with the next ``send``."""
-        self._pending.append(command)
+    def tell(self, call: bytes) -> None:
+        """Queues a call that ``writer`` has written, for the other ranks, to whom it goes with the next ``send``."""
+        self._pending.append(call)
 
-    def send(self, *command: Any) -> None:
-        """Sends the other ranks a command, after those that are queued; raises RankFailure where they cannot run it."""
-        self._pending.append(command)
+    def send(self, call: bytes) -> None:
+        """Sends the other ranks a call, after those that are queued; raises RankFailure where they cannot make it."""
+        self._pending.append(call)
         pending, self._pending = self._pending, []
         self.check()
         for pipe in self._pipes:

@@ -25,7 +25,7 @@ from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
 from shadowkv.engine.process.messages import encode
 from shadowkv.engine.request import EngineDead, Request, RequestError
-from shadowkv.engine.warmup import warm_up
+from shadowkv.engine.warmup import SERVER_SECONDS, GraphGrid, warm_up
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.known import advice
 from shadowkv.prefix_cache.named.saves import Saves
@@ -62,6 +62,7 @@ class EngineCore:
         self._answers: dict[tuple[str, int], Future[Any]] = {}
         self._error: BaseException | None = None
         self._warm, self._stopping = threading.Event(), threading.Event()
+        self._grid: GraphGrid | None = None
         self._router = self._socket(zmq.ROUTER)
         self._router.bind(messages.socket_address(folder, name))
         self._listening, self._hang_up = self._socket(zmq.PAIR), self._socket(zmq.PAIR)
@@ -224,7 +225,7 @@ class EngineCore:
 
     def _run(self) -> None:
         try:
-            warm_up(self.engine, self._stopping.is_set)
+            self._grid = warm_up(self.engine, self._stopping.is_set, SERVER_SECONDS)
             self._warm.set()
             while self._obey():
                 self._send(self.engine.step(wait=False))
@@ -249,16 +250,25 @@ class EngineCore:
             try:
                 if self.engine.waits_for_rules and not obeyed:
                     command = self._commands.get(timeout=HELD_SECONDS)
-                elif self.engine.settling:
+                elif self.engine.settling or self._has_spare_time:
                     command = self._commands.get_nowait()
                 else:
                     command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
-                return True
+                if obeyed or not self._has_spare_time:
+                    return True
+                assert self._grid is not None
+                self._grid = self._grid if self._grid.capture() else None
+                continue
             if command is None:
                 return False
             command()
             obeyed = True
+
+    @property
+    def _has_spare_time(self) -> bool:
+        """Whether there are graphs to capture, and nothing else to do."""
+        return self._grid is not None and not self.engine.has_work and not self.engine.settling
 
     def _send(self, outputs: list[TokenOutput]) -> None:
         of_client: defaultdict[str, list[TokenOutput]] = defaultdict(list)

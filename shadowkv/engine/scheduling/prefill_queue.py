@@ -126,7 +126,7 @@ class PrefillQueue:
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
         scored = any(running.request.params.prompt_logprobs is not None for running in rows)
         tokens = sum(len(ids) for _, ids in work)
-        pieces = self.runner.prefill_pieces(tokens, scored)
+        pieces = self.runner.prefill_pieces(tokens)
         steps = self.runner.prefill(work, scored)
         self.at_work.append(PrefillAtWork(rows, steps, watch, long, scored, tokens, pieces))
 

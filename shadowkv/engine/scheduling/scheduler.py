@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.waiting_queue import WaitingQueue

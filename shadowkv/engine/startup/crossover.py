@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.growth import SETTLED
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec

@@ -109,8 +109,8 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
 
 
 def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends: Mapping[str, str]) -> str:
-    """Sparse on a GPU with kernels for it, which know no sinks."""
-    if device.type != "cuda" or layout.shape.sinks:
+    """Sparse on a GPU with kernels for it."""
+    if device.type != "cuda":
         return "dense"
     case = case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)
     chosen = (choose(name, device, case, backends.get(name)).backend for name in OF_BLOCKS)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.execution.prefill import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE

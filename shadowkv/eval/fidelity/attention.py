@@ -7,6 +7,8 @@ policy's earlier errors.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -70,10 +72,11 @@ class AttentionLoss:
     def take(self, seen: Attended) -> None:
         """Adds one layer of a step."""
         assert self.exact.batch is not None, "full attention comes first"
-        weights = exact_weights(self.exact, seen.layer, seen.q, self.exact.batch)
+        step = cast(DecodeBatch, self.exact.batch.groups[self.exact.place(seen.layer)[0].number][0])
+        weights = exact_weights(self.exact, seen.layer, seen.q, step)
         read = attended_positions(self.cache, seen, weights.shape[-1])
         self._recall[seen.layer] += (weights * read.unsqueeze(2)).sum(-1).mean((1, 2))
-        exact_out = self.exact.attend(seen.layer, seen.q, self.exact.batch).flatten(1).double()
+        exact_out = self.exact.start(seen.layer, seen.q, self.exact.batch)().flatten(1).double()
         self._error[seen.layer] += (seen.out.flatten(1).double() - exact_out).norm(dim=1) / exact_out.norm(dim=1)
         self._steps[seen.layer] += 1
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.cache import Batch, KVCache
+from shadowkv.kvcache.batch import Batch
+from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.parts.base import Selection
@@ -47,13 +48,14 @@ class ObservedCache(KVCache):
         observe: called after each layer's attention in decode.
     """
 
-    batch: DecodeBatch | None = None
+    batch: Batch | None = None
     observe: Callable[[Attended], None] | None = None
     _selected: list[Tensor]
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
         """As usual, but in one batch: an observer has seen all rows when it is called."""
-        return replace(super().plan_decode(sequences), micro_batches=1)
+        plan = super().plan_decode(sequences)
+        return DecodePlan(tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:
         """None: an op that runs whole layers calls nobody between them."""
@@ -64,23 +66,24 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def begin(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """As usual."""
-        if not isinstance(batch, DecodeBatch):
-            return super().begin(layer, q, batch, sinks)
-        if batch.of_sequence is not None:
+        step = batch.groups[self.place(layer)[0].number][0]
+        if not isinstance(step, DecodeBatch):
+            return super().start(layer, q, batch, sinks)
+        if step.of_sequence is not None:
             raise ValueError("what a sequence of several segments selects cannot be shown; take longer prompts")
         self.batch, self._selected, self.selection_hook = batch, [], self._keep
-        finish = super().begin(layer, q, batch, sinks)
+        finish = super().start(layer, q, batch, sinks)
         selected = None
         if self._selected:
             of_compressed = torch.cat(self._selected)
-            selected = spread(batch, of_compressed.new_full((len(q), *of_compressed.shape[1:]), -1), of_compressed)
+            selected = spread(step, of_compressed.new_full((len(q), *of_compressed.shape[1:]), -1), of_compressed)
 
         def observed() -> Tensor:
             out = finish()
             if self.observe is not None:
-                self.observe(Attended(layer, q, batch, selected, out))
+                self.observe(Attended(layer, q, step, selected, out))
             return out
 
         return observed

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shadowkv.engine.execution.prefill import pieces
-from shadowkv.engine.execution.prefill import prefill as steps_of_prefill
+from shadowkv.engine.execution.forward import pieces
+from shadowkv.engine.execution.forward import prefill as steps_of_prefill
 from shadowkv.engine.startup.loading import give_ops
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import FanOut, KVCache
@@ -73,7 +73,7 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
     """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
     one's last token. What takes more than a second shows on a terminal how many tokens are read."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
-    each = tokens / pieces(len(model.layers), tokens, cache.device, scored)  # all layers' work, in tokens
+    each = tokens / pieces(len(model.layers), tokens, cache.device)  # all layers' work, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
     with torch.inference_mode(), bar:
         while True:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan, batch_of
+from shadowkv.kvcache.decode.batch import DecodeBatch, GroupPlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
@@ -60,7 +60,7 @@ class Decode:
         self.hook: SelectionHook | None = None
         self.query_hook: QueryHook | None = None
 
-    def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
+    def batch(self, plan: GroupPlan, numbers: Tensor | None = None) -> DecodeBatch:
         """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
 
         Args:
@@ -86,14 +86,14 @@ class Decode:
         rope_q: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
         return rope_q
 
-    def begin(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it. ``sinks``, float32
+    def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts attention of queries [B, H_q, d] before RoPE; the returned function finishes it. ``sinks``, float32
         [H_q], join the exact tokens, so that each merge has them once."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
         if batch.sealed is not None and self.fetching is not None:
-            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching, sinks)
+            return self._start_fetched(layer, q, batch, batch.sealed, self.fetching, sinks)
         out = self._attend(layer, q, batch, sinks)
         return lambda: out
 
@@ -156,7 +156,7 @@ class Decode:
             out, lse = merge([(out, lse), (outs[rows], sums[rows])]), torch.logaddexp(lse, sums[rows])
         return out
 
-    def _begin_fetched(
+    def _start_fetched(
         self,
         layer: int,
         q: Tensor,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.memory.sealed import SealedBatch
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.sequence import Tables
@@ -42,8 +43,9 @@ class SegmentNumbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodePlan:
-    """One more token for each of B sequences, as the host knows it: all that the device needs is in the numbers.
+class GroupPlan:
+    """One more token for each of B sequences in a group of layers, as the host knows it: all that the device needs is
+    in the numbers.
 
     Attributes:
         sequences, segments: NumPy arrays. Where no sequence has more than one segment there is one of each, R = B,
@@ -55,7 +57,6 @@ class DecodePlan:
         micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
             fetched while another computes.
         sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
-        further: plans of the same step for further groups of layers, where this is the first's.
     """
 
     sequences: SequenceNumbers
@@ -66,39 +67,27 @@ class DecodePlan:
     max_budget: int
     micro_batches: int = 1
     sealing: np.ndarray | None = None
-    further: tuple[DecodePlan, ...] = ()
-
-    @property
-    def of_groups(self) -> tuple[DecodePlan, ...]:
-        """The plans of all groups."""
-        return (self, *self.further)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Determines the shapes of all tensors of a step."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        own = (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
-        return sum((plan.shape for plan in self.further), own)
+        return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
 
     def packed(self) -> np.ndarray:
-        """All numbers in one array, int64 [n]: first its own, then those of further groups."""
+        """All numbers in one array, int64 [n]."""
         of_sequence = () if self.of_sequence is None else (self.of_sequence.ravel(),)
-        further = (plan.packed() for plan in self.further)
-        return np.concatenate((*self.sequences, *self.segments, *of_sequence, *further))
-
-    def split(self, numbers: Tensor) -> list[Tensor]:
-        """``numbers`` int64 [n], packed by a plan of this shape, on any device: those of each group."""
-        return list(numbers.split([plan._count for plan in self.of_groups]))
+        return np.concatenate((*self.sequences, *self.segments, *of_sequence))
 
     @property
-    def _count(self) -> int:
-        """Its own numbers."""
+    def count(self) -> int:
+        """How many numbers there are, n."""
         of_sequence = 0 if self.of_sequence is None else self.of_sequence.size
         return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits its own ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -106,8 +95,38 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
+class DecodePlan:
+    """One more token for each of B sequences: the plans of all groups of layers."""
+
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of the rows that go through the layers one after the other, the same in all groups."""
+        return self.groups[0].micro_batches
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Determines the shapes of all tensors of a step."""
+        return sum((group.shape for group in self.groups), ())
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.groups[0].sequences.slot)
+
+    def packed(self) -> np.ndarray:
+        """All numbers in one array, int64 [n], group by group."""
+        return np.concatenate([group.packed() for group in self.groups])
+
+    def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """``numbers`` int64 [n], packed by a plan of this shape, on any device: those of each group."""
+        return numbers.split([group.count for group in self.groups])
+
+
+@dataclass(frozen=True)
 class DecodeBatch:
-    """One new token for each of B sequences of any lengths, as the device sees it.
+    """One new token for each of B sequences of any lengths in a group of layers, as the device sees it.
 
     Attributes:
         positions: int64 [B], position of each new token.
@@ -120,7 +139,6 @@ class DecodeBatch:
         sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
         of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
             at most one.
-        further: the same tokens in further groups of layers, where this is the first.
     """
 
     positions: Tensor
@@ -131,17 +149,19 @@ class DecodeBatch:
     sealed: SealedBatch | None
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
-    further: tuple[DecodeBatch, ...] = ()
     starts: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """B."""
+        return len(self.positions)
 
     def of_sealed(self, x: Tensor) -> Tensor:
         """[R, ...] of [B, ...], for the rows of ``sealed``."""
         return x if self.sequence is None else x[self.sequence]
 
     def split(self, count: int) -> list[DecodeBatch]:
-        """``count`` micro-batches, at most as many as rows; more than one only for values on the host."""
-        if count == 1:
-            return [self]
+        """``count`` micro-batches, at most as many as rows."""
         bounds = [part * len(self.positions) // count for part in range(count + 1)]
         return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
 
@@ -154,12 +174,19 @@ class DecodeBatch:
             self.write_page[rows],
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
-            further=tuple(batch._rows(rows) for batch in self.further),
             starts=None if self.starts is None else self.starts[rows],
         )
 
 
-def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """``count`` parts of a step, at most as many as rows; more than one only for values on the host."""
+    if count == 1:
+        return [batch]
+    of_groups = [cast(DecodeBatch, part).split(count) for (part,) in batch.groups]
+    return [Batch(tuple((part,) for part in of_all)) for of_all in zip(*of_groups, strict=True)]
+
+
+def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
     """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
     are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
     shapes."""
@@ -193,7 +220,7 @@ def batch_of(plan: DecodePlan, numbers: Tensor, spec: KVSpec, tables: Tables, wi
     )
 
 
-def _sealed_batch(plan: DecodePlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
+def _sealed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
     pages = value_pages = tables.pages[segments.slot, : plan.sealed_pages].long()
     if spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
         value_pages = tables.value_pages[segments.slot, : plan.sealed_pages].long()

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shadowkv.kvcache.decode.batch import DecodePlan, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.decode.batch import GroupPlan, SegmentNumbers, SequenceNumbers
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sealing.storing import Storing
@@ -32,7 +32,7 @@ class DecodePlanner:
         self.pool, self.sealing, self.layout = storing.pool, storing.sealing, storing.layout
         self.tables, self.spec = storing.pool.tables, storing.spec
 
-    def plan(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
+    def plan(self, sequences: Sequence[CachedSequence]) -> GroupPlan:
         """Turns tails that have outgrown their state into segments, and plans the sealing that is due and one more
         token for each."""
         tables, spec = self.tables, self.spec
@@ -59,7 +59,7 @@ class DecodePlanner:
         numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
         segments, of_sequence = self._segments(numbers)
         budget = segments.top_k + segments.sampled
-        return DecodePlan(
+        return GroupPlan(
             numbers,
             segments,
             of_sequence,
@@ -72,7 +72,7 @@ class DecodePlanner:
 
     def forecast(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
-    ) -> DecodePlan | None:
+    ) -> GroupPlan | None:
         """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
         prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
         where a sequence has several, or on the micro-batches of values on the host."""
@@ -99,7 +99,7 @@ class DecodePlanner:
         count = len(sequences) + len(joining)
         padding = padding_numbers(tables)
         rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
-        return DecodePlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
+        return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
         """The segments of a batch, and which of them each sequence has."""
@@ -126,7 +126,7 @@ class DecodePlanner:
             slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed
         ), of_sequence
 
-    def end(self, plan: DecodePlan) -> None:
+    def end(self, plan: GroupPlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
         self.tables.length[plan.sequences.slot] += 1
         if self.fetching is not None:
@@ -153,7 +153,7 @@ def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
-def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> DecodePlan:
+def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:
     """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more; or for ``batch``."""
     count, rows, most = plan.shape[:3]
     batch = batch or max(min(round_up(count), max_batch), count)

@@ -107,8 +107,6 @@ class KVSpec:
         reasons = []
         if self.prefill not in (None, *PREFILLS):
             reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
-        if self.prefill == "sparse" and shape.sinks:
-            reasons.append("prefill='sparse' knows no sinks, which the model has; use prefill='dense'")
         if not 0 <= self.prefill_error < 1:
             reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
         if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:

@@ -8,14 +8,14 @@ block by block with merged softmax, or sparsely.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import ExactPrompt, NewTokens, PrefillBatch, PrefillBlock, Run
+from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, Run
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -41,8 +41,8 @@ class Prefill:
         self,
         sequences: list[tuple[CachedSequence, int]],
         bounds: Collection[int] = (),
-        packed: PrefillBatch | None = None,
-    ) -> PrefillBatch:
+        packed: GroupPrefill | None = None,
+    ) -> GroupPrefill:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains.
 
         Args:
@@ -57,7 +57,7 @@ class Prefill:
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return PrefillBatch(new, planner, store.compute, layout.shape, store.k.dtype, runs)
+        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, runs)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
@@ -66,38 +66,32 @@ class Prefill:
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
 
-    def attend(self, layer: int, q: Tensor, block: PrefillBlock, sinks: Tensor | None = None) -> Tensor:
-        """Attention [n, H_q, d] of a block of tokens, once every block of the layer has been appended; the
-        last block comes last. ``sinks`` are float32 [H_q].
+    def start(self, layer: int, q: Tensor, block: PrefillBlock, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+        """Attends at once, with queries [n, H_q, d] of a block before RoPE, once it and the blocks before it have been
+        appended; the returned function has the result, which may be anything where it is not needed. ``sinks`` are
+        float32 [H_q].
 
-        Its attention runs while the layer is stored: by then all queries that an index learns from are
-        known.
+        The attention of the last block runs while the layer is stored: by then all queries that an index learns from
+        are known.
         """
-        batch = block.batch
+        batch, first = block.batch, block.start
         q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
         batch.keep_queries(layer, block, q)
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
-        out = [
-            self._attend_runs(layer, q[runs[0].start - block.start : runs[-1].stop - block.start], batch, runs, sinks)
+        parts = [
+            (rows, self._attend_runs(layer, q[rows], batch, runs, sinks))
             for runs in batch.attending_together(block, self._shared)
+            for rows in (slice(runs[0].start - first, runs[-1].stop - first),)
         ]
-        return out[0] if len(out) == 1 else torch.cat(out)
+        if len(parts) == 1 and len(parts[0][1]) == len(q):
+            return lambda: parts[0][1]
+        out = torch.empty_like(q)
+        for rows, attended in parts:
+            out[rows] = attended
+        return lambda: out
 
-    def append_exact(self, layer: int, k: Tensor, v: Tensor, prompt: ExactPrompt) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] of a prompt that stays exact where they remain."""
-        pages = self.store.k[layer], self.store.v[layer]
-        where = prompt.write_page, prompt.write_offset
-        self.ops.append_tokens(k, v, prompt.positions, self.store.rotary, *pages, *where)
-        prompt.keys, prompt.values = k, v
-
-    def attend_exact(self, layer: int, q: Tensor, prompt: ExactPrompt, sinks: Tensor | None = None) -> Tensor:
-        """Attention [T, H_q, d] of that prompt's queries before RoPE, whose layer has been appended."""
-        assert prompt.keys is not None and prompt.values is not None, "the layer has not been appended"
-        q, k = (self.ops.apply_rope(x, prompt.positions, self.store.rotary) for x in (q, prompt.keys))
-        return self._attend_causally(q, k, prompt.values.contiguous(), sinks)
-
-    def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
+    def finish_layer(self, layer: int, batch: GroupPrefill) -> None:
         """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
         been computed; their memory can be reused afterwards."""
         layers = batch.stored_after(layer)
@@ -113,7 +107,7 @@ class Prefill:
         if self.side is not None:
             torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
 
-    def end(self, batch: PrefillBatch) -> None:
+    def end(self, batch: GroupPrefill) -> None:
         """Makes the new tokens part of their sequences."""
         for new in batch.new:
             plan = batch.plan_of(new)
@@ -123,7 +117,7 @@ class Prefill:
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
-    def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
+    def _start_storing(self, layer: int, batch: GroupPrefill, side: torch.cuda.Stream) -> None:
         """Stores the tokens of new sequences on another stream, if it is time: attention reads them from the batch.
 
         Not those of others: what these have cached would be overwritten while their new tokens still read it.
@@ -137,7 +131,7 @@ class Prefill:
             self._store(layers, batch, cached=False)
         batch.storing = layer
 
-    def _store(self, layers: slice, batch: PrefillBatch, cached: bool) -> None:
+    def _store(self, layers: slice, batch: GroupPrefill, cached: bool) -> None:
         """Stores layers of the sequences that have something cached, or of the new ones."""
         count, to_store = layers.stop - layers.start, batch.to_store(cached)
         for group in to_store.observed:
@@ -150,7 +144,7 @@ class Prefill:
 
     # -- attending -------------------------------------------------------------------------------------------------
 
-    def _shared(self, batch: PrefillBatch, run: Run) -> tuple[object, ...] | None:
+    def _shared(self, batch: GroupPrefill, run: Run) -> tuple[object, ...] | None:
         """What neighbouring runs must have in common to attend together to what they have cached: the same pages, all
         of them attended to densely. None for a run that attends by itself."""
         new = run.alone
@@ -167,7 +161,7 @@ class Prefill:
         attended, _ = self.ops.add_sinks(*part, sinks)
         return attended
 
-    def _attend_packed(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, sinks: Tensor | None) -> Tensor:
+    def _attend_packed(self, layer: int, q: Tensor, batch: GroupPrefill, run: Run, sinks: Tensor | None) -> Tensor:
         """Attention of new sequences, which are whole."""
         rows = slice(run.start, run.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
@@ -181,7 +175,7 @@ class Prefill:
         return attended
 
     def _attend_runs(
-        self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...], sinks: Tensor | None
+        self, layer: int, q: Tensor, batch: GroupPrefill, runs: tuple[Run, ...], sinks: Tensor | None
     ) -> Tensor:
         if runs[0].alone is None:
             return self._attend_packed(layer, q, batch, runs[0], sinks)
@@ -201,10 +195,10 @@ class Prefill:
         if sparse is None:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:sealed], v[:sealed])
-        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop)
+        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop, sinks)
 
     def _attend_window(
-        self, layer: int, q: Tensor, batch: PrefillBatch, run: Run, window: int, sinks: Tensor | None
+        self, layer: int, q: Tensor, batch: GroupPrefill, run: Run, window: int, sinks: Tensor | None
     ) -> Tensor:
         """Attention of a run of one sequence within the window."""
         new = cast(NewTokens, run.alone)
@@ -221,7 +215,7 @@ class Prefill:
         return attended
 
     def _attend_cached(
-        self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...], sinks: Tensor | None
+        self, layer: int, q: Tensor, batch: GroupPrefill, runs: tuple[Run, ...], sinks: Tensor | None
     ) -> Tensor:
         """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
         together to what is rebuilt for them once. The sinks join their own."""
@@ -243,7 +237,7 @@ class Prefill:
         return merged[0]
 
     def _behind_exact_tail(
-        self, layer: int, batch: PrefillBatch, new: NewTokens, stop: int, room: int = 0
+        self, layer: int, batch: GroupPrefill, new: NewTokens, stop: int, room: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [room + n, H, d] of the exact tail of a sequence, followed by those of its new tokens, up to
         the batch's row ``stop``; ``room`` rows before them, if it has cached any, are not written."""

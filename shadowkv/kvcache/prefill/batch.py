@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -65,7 +66,7 @@ class ToStore:
     sealed: list[tuple[slice, StoragePlan]]
 
 
-class PrefillBatch:
+class GroupPrefill:
     """New tokens of one or a few sequences, packed, and their keys and values in the layers that are stored together.
 
     It is that of one group of layers, which are counted within the group. Groups have scratch in common: all tokens of
@@ -80,7 +81,6 @@ class PrefillBatch:
         queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
         last: int64 [Q], the rows of the batch that those belong to.
         runs: layers that follow one another in the model: only those are stored together.
-        further: the same tokens in further groups of layers, where this is the first.
         storing: the layer during whose last attention new sequences are being stored, or were last.
     """
 
@@ -94,7 +94,6 @@ class PrefillBatch:
         runs: Sequence[range],
     ) -> None:
         self.new, self.runs, self._planner = new, runs, planner
-        self.further: tuple[PrefillBatch, ...] = ()
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
@@ -117,13 +116,13 @@ class PrefillBatch:
         self.storing: int | None = None
         self._plans: dict[int, StoragePlan] = {}
         self._to_store: dict[bool, ToStore] = {}
-        self._together: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
+        self._together: dict[tuple[Run, ...], list[tuple[Run, ...]]] = {}
 
-    def of(self, sequences: list[CachedSequence], planner: StoragePlanner, runs: Sequence[range]) -> PrefillBatch:
+    def of(self, sequences: list[CachedSequence], planner: StoragePlanner, runs: Sequence[range]) -> GroupPrefill:
         """The same new tokens as those of other sequences, of another group of layers or empty ones of another cache;
         keys and values are shared."""
         other = copy(self)
-        other.runs, other.further, other.storing = runs, (), None
+        other.runs, other.storing = runs, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
         other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other
@@ -162,21 +161,21 @@ class PrefillBatch:
         return groups
 
     def attending_together(
-        self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
+        self, block: PrefillBlock, shared: Callable[[GroupPrefill, Run], tuple[object, ...] | None]
     ) -> list[tuple[Run, ...]]:
         """Runs of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
-        if (block.start, block.stop) not in self._together:
+        if block.runs not in self._together:
             groups: list[tuple[Run, ...]] = []
             last: tuple[object, ...] | None = None
             for run in block.runs:
                 this = shared(self, run)
-                if this is not None and this == last:
+                if this is not None and this == last and groups[-1][-1].stop == run.start:
                     groups[-1] += (run,)
                 else:
                     groups.append((run,))
                 last = this
-            self._together[block.start, block.stop] = groups
-        return self._together[block.start, block.stop]
+            self._together[block.runs] = groups
+        return self._together[block.runs]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
@@ -204,13 +203,7 @@ class PrefillBatch:
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""
         kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
-        runs = tuple(self._runs(start, stop))
-        block = PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
-        return replace(block, further=tuple(replace(block, batch=batch) for batch in self.further))
-
-    def newest(self) -> list[PrefillBlock]:
-        """The last tokens of each sequence, whose queries are kept."""
-        return [self.block(max(new.start, new.stop - OBSERVED), new.stop) for new in self.new]
+        return PrefillBlock(self, start, stop, tuple(self._runs(start, stop)), kept, self.last[kept] - start)
 
     def _runs(self, start: int, stop: int) -> Iterator[Run]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
@@ -229,7 +222,7 @@ class PrefillBatch:
                 yield Run(max(start, new.start), min(stop, new.stop), new)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
 
@@ -251,19 +244,53 @@ class PrefillBlock:
     """A run of a prefill's tokens: the prefill can be paused between blocks.
 
     Attributes:
-        runs: its tokens, by what attends together.
+        runs: those of its tokens whose attention is needed, by what attends together.
         kept: rows of the batch's ``queries`` that belong to its tokens.
         last: int64, which of its tokens those are.
-        further: the same tokens in further groups of layers, where this is the first.
     """
 
-    batch: PrefillBatch
+    batch: GroupPrefill
     start: int
     stop: int
     runs: tuple[Run, ...]
     kept: slice
     last: Tensor
-    further: tuple[PrefillBlock, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """n."""
+        return self.stop - self.start
+
+    def of_ends(self) -> PrefillBlock:
+        """The same block, where attention is needed of sequences' last tokens alone."""
+        stops = [new.stop for new in self.batch.new if self.start < new.stop <= self.stop]
+        by_stop = {new.stop: new for new in self.batch.new}
+        return replace(self, runs=tuple(Run(stop - 1, stop, by_stop[stop]) for stop in stops))
+
+
+class PrefillBatch:
+    """New tokens of one or a few sequences, packed, in all groups of layers: what a cache makes of it and is told.
+
+    Attributes:
+        groups: as each group of layers has them.
+        new: the tokens of each sequence, in order, as the first group has it.
+        num_tokens: T.
+        starts: int32 [S + 1], where each sequence's tokens begin.
+    """
+
+    def __init__(self, groups: Sequence[GroupPrefill]) -> None:
+        self.groups = tuple(groups)
+        self.new, self.num_tokens, self.starts = groups[0].new, groups[0].num_tokens, groups[0].starts
+
+    def block(self, start: int, stop: int) -> Batch:
+        """Tokens ``start`` to ``stop``."""
+        return Batch(tuple((group.block(start, stop),) for group in self.groups))
+
+    def ends(self, start: int, stop: int) -> Batch:
+        """The same, where attention is needed of sequences' last tokens alone."""
+        ends = [new.stop - 1 - start for new in self.new if start < new.stop <= stop]
+        needed = torch.tensor(ends, dtype=torch.int64, device=self.starts.device)
+        return Batch(tuple((group.block(start, stop).of_ends(),) for group in self.groups), needed)
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
@@ -284,25 +311,3 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
             together.append(plan.exact)
     if together:
         yield joined()
-
-
-@dataclass
-class ExactPrompt:
-    """The tokens of a new sequence that all stay exact, in T rows, more than it has tokens where a graph is padded.
-
-    Everything about it is on the device (``KVCache.exact_prompt``), so that a pass can be captured once for many
-    prompts: shapes are those of T alone.
-
-    Attributes:
-        positions: int64 [T].
-        write_page, write_offset: int64 [T], names of exact pages, and rows there; those of padding are nobody's.
-        keys, values: [T, H, d] before RoPE, of the layer at work.
-        further: the same tokens in further groups of layers, where this is the first.
-    """
-
-    positions: Tensor
-    write_page: Tensor
-    write_offset: Tensor
-    further: tuple[ExactPrompt, ...] = ()
-    keys: Tensor | None = None
-    values: Tensor | None = None

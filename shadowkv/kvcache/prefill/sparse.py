@@ -47,9 +47,10 @@ class SparsePrefill:
         """Whether queries that see that many ``keys``, of a sequence that gains ``new`` tokens, attend sparsely."""
         return new >= FEWEST_QUERIES and keys > SPARSE_FROM
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], q and k after RoPE, before
-        ``to_come`` more tokens of the prompt."""
+        ``to_come`` more tokens of the prompt. ``sinks``, float32 [H_q], are scores of one more position, whose value is
+        0: blocks are chosen as without it, with which their error is less."""
         blocks = self.ops.select_blocks(q, k, self.error, max(0, DENSE_LAST - to_come), layer)
         if self.hook is not None:
             blocks = self.hook(layer, q, k, blocks)
@@ -58,8 +59,9 @@ class SparsePrefill:
         first, last = len(k) - len(q), len(k) - 1
         ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
         self._causal += q.shape[1] * sum(ends)
-        out: Tensor = self.ops.attend_blocks(q, k, v, indices, counts, weights)
-        return out
+        out: Tensor
+        out, lse = self.ops.attend_blocks(q, k, v, indices, counts, weights)
+        return out if sinks is None else self.ops.add_sinks(out, lse, sinks)[0]
 
     def take_density(self) -> float | None:
         """Share of the blocks up to each tile that were attended to since the last call; None where no attention was

@@ -25,7 +25,9 @@ def supports(case: Case) -> list[str]:
     return unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16") + dims
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
 
     bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
@@ -34,8 +36,9 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     v read as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
-    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, weights, _scale(q), taken, out)
-    return out
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, weights, _scale(q), taken, out, lse)
+    return out, lse
 
 
 def attend_sequences(

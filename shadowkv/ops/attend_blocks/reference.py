@@ -8,8 +8,11 @@ from torch import Tensor
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-    """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own.
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own; and its
+    log-sum-exp, float32 [n, H_q].
 
     Args:
         q: [n, H_q, d], n at least 1.
@@ -21,7 +24,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), torch.empty(n, query_heads, dtype=torch.float32, device=q.device)
     for head in range(query_heads):
         shared = head * heads // query_heads
         for tile in range(indices.shape[1]):
@@ -34,4 +37,5 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
             scores += weights[head, tile, : len(chosen)].log().repeat_interleave(BLOCK)[: len(keys)]
             scores.masked_fill_(keys > position[:, None], float("-inf"))
             out[rows, head] = (scores.softmax(-1) @ v[keys, shared].float()).to(q.dtype)
-    return out
+            lse[rows, head] = scores.logsumexp(-1)
+    return out, lse

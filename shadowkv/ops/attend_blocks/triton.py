@@ -23,24 +23,26 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Same as the reference; sums are in float32."""
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), torch.empty(n, query_heads, dtype=torch.float32, device=q.device)
     tiles, blocks = indices.shape[1:]
     _attend[(tiles, query_heads)](
-        q, k, v, out, indices, counts, weights, n, m, blocks, dim**-0.5 * math.log2(math.e),
+        q, k, v, out, lse, indices, counts, weights, n, m, blocks, dim**-0.5 * math.log2(math.e),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
         DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=query_heads // heads, BLOCK=BLOCK,
         EXACT=q.dtype == torch.float32, num_warps=8, num_stages=2,
     )  # fmt: skip
-    return out
+    return out, lse
 
 
 @triton.jit(do_not_specialize=["n", "m", "blocks"])
 def _attend(
-    q, k, v, out, indices, counts, weights, n, m, blocks, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+    q, k, v, out, lse, indices, counts, weights, n, m, blocks, scale, q_token, q_head, k_token, k_head, v_token, v_head,
     out_token, out_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -95,4 +97,6 @@ def _attend(
         sums = tl.dot(parts.to(values.dtype), values, sums * shrunk[:, None], input_precision=precision)
         peak = higher
     attended = (sums / total[:, None]).to(out.dtype.element_ty)
+    logarithm = (peak + tl.log2(total)) * 0.6931471805599453  # ln(2)
+    tl.store(lse + token.to(tl.int64) * tl.num_programs(1) + query_head, logarithm, mask=token < n)
     tl.store(out + place * out_token + query_head * out_head + dim[None, :], attended, mask=lives)

@@ -11,7 +11,9 @@ from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.block_attention.flash_attn import attend, missing, supports
 from shadowkv.ops.ragged_attention.reference import of_each
 
-__all__ = ["causal_window_attention", "missing", "supports"]
+__all__ = ["NEEDS_LENGTHS", "causal_window_attention", "missing", "supports"]
+
+NEEDS_LENGTHS = True
 
 
 def causal_window_attention(
@@ -21,10 +23,10 @@ def causal_window_attention(
     window: int,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256, n at least 1."""
     if cu_seqlens is not None:
-        return of_each(partial(causal_window_attention, window=window, sinks=sinks), q, k, v, lengths)
+        return of_each(partial(causal_window_attention, window=window, sinks=sinks), q, k, v, cu_seqlens, lengths)
     out, lse = attend(q, k, v, causal=True, window=window)
     return out if sinks is None else add_sinks(out, lse, sinks)[0]

@@ -23,7 +23,7 @@ def causal_window_attention(
     window: int,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each over the newest
     ``window`` positions up to its own.
@@ -31,11 +31,11 @@ def causal_window_attention(
     Args:
         sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
         cu_seqlens: None for one sequence. Of S packed ones, which are whole (n = m) and see themselves alone: int32
-            [S + 1], the start of each, from 0 to n; each has at least one token.
-        lengths: tokens of each of those, for the host: given where ``cu_seqlens`` is.
+            [S + 1], the start of each, from 0 to n.
+        lengths: tokens of each of those, for the host; None where only the device knows them, as in a graph.
     """
     attend = partial(_attend, window=window, sinks=sinks)
-    return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, lengths)
+    return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, cu_seqlens, lengths)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:

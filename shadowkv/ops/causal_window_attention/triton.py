@@ -19,7 +19,7 @@ def causal_window_attention(
     window: int,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
     return attend(q, k, v, cu_seqlens, window, sinks)

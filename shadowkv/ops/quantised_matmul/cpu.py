@@ -22,8 +22,8 @@ MOST_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
-    """Same as the reference, with weights in blocks that are never rounded. With AVX-512 activations are, to 8 bits
-    with a scale for every 32 of them: an activation changes by up to 1/254 of the largest of these."""
+    """Same as the reference, with weights in blocks that are never rounded. With AVX-512 activations are, to 16 bits
+    with a scale for every 32 of them: an activation changes by up to 1/65,278 of the largest of these."""
     if in_blocks(weight.form) and _fused(x):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)

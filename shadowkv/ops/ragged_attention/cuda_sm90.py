@@ -11,7 +11,9 @@ from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences, missing, supp
 __all__ = ["missing", "ragged_attention", "supports"]
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+) -> Tensor:
     """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
 
     bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of

@@ -12,13 +12,15 @@ from shadowkv.ops.block_attention.flash_attn import missing, supports
 __all__ = ["missing", "ragged_attention", "supports"]
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256; can be captured in a
     CUDA graph."""
     if not len(q):
         return torch.empty_like(q)
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(lengths)
+    longest = len(q) if lengths is None else max(lengths)
     out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
     return out

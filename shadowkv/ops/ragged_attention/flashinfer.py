@@ -14,6 +14,8 @@ from shadowkv.ops.block_attention.flashinfer import missing, supports
 
 __all__ = ["FASTER_AT", "missing", "ragged_attention", "supports"]
 
+NEEDS_LENGTHS = True
+
 FASTER_AT = (256,)
 """Head dims at which it takes less than 0.7 of Triton's time on an H200. Ours takes 1.06 to 1.26 of its time at 128,
 and 0.86 to 1.0 at 64, for which nobody should wait while kernels compile."""
@@ -25,11 +27,14 @@ PLANS = 8
 """Plans that are kept, each with 8 MiB on the device and on the host: in every layer packs of a batch take turns."""
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims of 64, 128 or 256. A pack is planned in its first call,
     which waits for the one before; cannot be captured in a CUDA graph."""
     if not len(q):
         return torch.empty_like(q)
+    lengths = cu_seqlens.diff().tolist() if lengths is None else lengths
     out: Tensor = _planned(tuple(lengths), q.shape[1:], k.shape[1], q.dtype, q.device).run(q, k, v)
     return out
 

@@ -19,7 +19,9 @@ def supports(case: Case) -> list[str]:
     return unless(case.head_dim <= 256, f"head dim {case.head_dim} is above 256")
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
     return attend(q, k, v, cu_seqlens)
 
