@@ -20,7 +20,7 @@ class Part(Protocol):
         ...
 
 
-class Half(Protocol):
+class PartHandler(Protocol):
     """What a group of layers does with the parts of one kind. Layers are counted within the group."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: Any) -> None:

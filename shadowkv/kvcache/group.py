@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import Half, Part
+from shadowkv.kvcache.batch import Part, PartHandler
 from shadowkv.kvcache.decode.attention import Decode
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
@@ -63,7 +63,7 @@ class LayerGroup:
         self.prefill = Prefill(self.store, self.storing, sparse)
         self.decode = Decode(self.store, self.sealing)
         self.exact = ExactPrefill(self.store)
-        self.halves: dict[type, Half] = {
+        self.handlers: dict[type, PartHandler] = {
             DecodeBatch: self.decode,
             PrefillBlock: self.prefill,
             ExactPrompts: self.exact,
@@ -75,23 +75,23 @@ class LayerGroup:
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
 
     def append(self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...]) -> None:
-        """Takes keys (before RoPE) and values [T, H, d] of packed tokens, each part's by its half."""
+        """Takes keys (before RoPE) and values [T, H, d] of packed tokens, each part's by its handler."""
         if len(parts) == 1:
-            return self.halves[type(parts[0])].append(layer, k, v, parts[0])
+            return self.handlers[type(parts[0])].append(layer, k, v, parts[0])
         counts = [part.num_tokens for part in parts]
         for part, own_k, own_v in zip(parts, k.split(counts), v.split(counts), strict=True):
-            self.halves[type(part)].append(layer, own_k, own_v, part)
+            self.handlers[type(part)].append(layer, own_k, own_v, part)
 
     def start(
         self, layer: int, q: Tensor, parts: tuple[Part, ...], sinks: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Starts attention of packed queries [T, H_q, d] before RoPE, each part's by its half; the returned function
+        """Starts attention of packed queries [T, H_q, d] before RoPE, each part's by its handler; the returned function
         finishes it."""
         if len(parts) == 1:
-            return self.halves[type(parts[0])].start(layer, q, parts[0], sinks)
+            return self.handlers[type(parts[0])].start(layer, q, parts[0], sinks)
         # What a step fetches from the host crosses the bus while prompts attend.
         started = [
-            self.halves[type(part)].start(layer, own, part, sinks)
+            self.handlers[type(part)].start(layer, own, part, sinks)
             for part, own in zip(parts, q.split([part.num_tokens for part in parts]), strict=True)
         ]
         return lambda: torch.cat([finish() for finish in started])

@@ -72,24 +72,24 @@ class Flow:
 
 
 def forward(
-    layers: Sequence[DecoderLayer], cache: KVCache | FanOut, flows: Sequence[Flow], prompts: PrefillBatch | None = None
+    layers: Sequence[DecoderLayer], cache: KVCache | FanOut, flows: Sequence[Flow], storing: PrefillBatch | None = None
 ) -> Generator[None, None, None]:
-    """Takes ``flows`` through ``layers``, each layer in their order, and pauses after each.
+    """Takes ``flows`` through ``layers``, each layer in their order, and pauses after each flow of each layer.
 
     Args:
-        prompts: the prompts among the tokens, each layer of which is stored once all flows have been through it: flows
-            are its blocks. Without it flows are micro-batches, each of which finishes a layer when it is to start the
-            next one: what it waits for arrives while the others compute.
+        storing: prompts among the tokens, each layer of which the cache stores once all flows, its blocks, have been
+            through it. Without it flows are micro-batches, each of which finishes a layer when it is to start the next
+            one: what it waits for arrives while the others compute.
     """
     for number, layer in enumerate(layers, 1):
         for flow in flows:
             flow.finish()
             flow.start(layer, cache, number == len(layers))
-            if prompts is not None:
+            if storing is not None:
                 flow.finish()
             yield
-        if prompts is not None:
-            cache.finish_prefill(number - 1, prompts)
+        if storing is not None:
+            cache.finish_prefill(number - 1, storing)
     for flow in flows:
         flow.finish()
 

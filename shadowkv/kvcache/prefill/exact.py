@@ -75,7 +75,7 @@ def exact_prompts(starts: Tensor, numbers: Tensor, rows: int, tables: Tables) ->
 
 
 class ExactPrefill:
-    """What a group of layers does with such prompts (``batch.Half``)."""
+    """What a group of layers does with such prompts (``batch.PartHandler``)."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.ops, self.window = store, store.ops, store.layout.window
