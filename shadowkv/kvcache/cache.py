@@ -224,17 +224,22 @@ class KVCache:
 
     # -- prompts that stay exact -----------------------------------------------------------------------------------
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a graph can hold the attention of prompts that stay exact."""
+        return all(group.exact.captured for group in self.groups)
+
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether a prompt of ``tokens`` tokens, all there is of a sequence, is stored as it is in every group, nothing
         is learned from its queries for later, and its attention can be captured: then ``exact_prompts`` may hold
         it."""
-        if sequence.length or sequence.pending_layers is not None:
+        if sequence.length or sequence.pending_layers is not None or not self.captures_prompts:
             return False
         for group in self.groups:
             own, layout = sequence.of_group(group.number), group.layout
             after = layout.growth.sealed(own.standing, tokens, tokens == own.capacity)
             learns = bool(own.state_reserve) and layout.parts.observing
-            if after.tokens or after.fits or learns or not group.exact.captured:
+            if after.tokens or after.fits or learns:
                 return False
         return True
 

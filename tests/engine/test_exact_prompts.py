@@ -157,7 +157,7 @@ def test_graphs_of_such_passes_give_what_each_gives_alone(make: Any, kv: str, mo
         old, found = [sequence for sequence, _ in work], []
         if captured:
             for rows, batch in runner.graphs.mixed_shapes():
-                runner.prepare_mixed(old[0], 100, rows, batch)
+                runner.prepare(cache.forecast_decode([], [(old[0], 100)]), batch, rows)
             run = runner.graphs.run
 
             def counted(

@@ -21,7 +21,7 @@ OUTSIDE = (
     "benchmarks",
     "robustness",
 )
-INSIDE = {"groups", "pools", "store", "pool", "storing", "prefill", "decode", "parts"}
+INSIDE = {"groups", "pools", "parts"}
 SET_FROM_OUTSIDE = {"selection_hook", "query_hook", "block_hook", "observe"}
 """The last belongs to evaluation, in the class that it derives from the cache."""
 
@@ -78,7 +78,7 @@ def test_what_is_looked_for_is_there():
     ("source", "count"),
     [
         ("engine.cache.groups[0].store.tiers", 1),
-        ("self._cache.pool.free", 1),
+        ("self._cache.pools.free", 1),
         ("caches[0].snapshots.form", 0),
         ("plans = cache.groups[0].prefill._store", 1),
         ("cache.groups[0].prefill.side = None", 2),

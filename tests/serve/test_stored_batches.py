@@ -91,7 +91,7 @@ def test_files(client):
     assert [one.id for one in page.data] == others[:0:-1] and page.has_more
     assert client.files.delete(file.id).deleted
     for gone in (client.files.retrieve, client.files.content, client.files.delete):
-        with pytest.raises(openai.NotFoundError, match="there is no file"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             gone(file.id)
 
 
@@ -199,7 +199,7 @@ def test_a_line_has_no_files_and_continues_nothing(client):
 
 
 def test_what_is_no_batch(client):
-    with pytest.raises(openai.NotFoundError, match="no file"):
+    with pytest.raises(openai.NotFoundError, match="not found"):
         client.batches.create(input_file_id="file-x", endpoint="/v1/responses", completion_window="24h")
     with pytest.raises(openai.BadRequestError, match="endpoint"):
         begin(client, b"", endpoint="/v1/embeddings")

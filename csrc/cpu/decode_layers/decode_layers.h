@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "cpu/attention/paged_attention.h"
-#include "cpu/common/task_runs.h"
 #include "cpu/quantised_matmul/quantised_matmul.h"
 
 namespace shadowkv {
@@ -66,17 +65,16 @@ class DecodeLayers {
   // Arguments are to outlive it.
   DecodeLayers(
       const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-      const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads);
+      const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention);
 
-  // To be called by any number of threads, best by `threads`; returns when all is done.
+  // To be called by any number of threads; returns when all is done.
   void run();
 
  private:
   enum Stage { INPUT, QKV, HEADS, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, ACTIVATION, DOWN, STAGES };
 
   struct Progress {
-    TaskRuns next;
-    std::atomic<int64_t> done{0};
+    std::atomic<int64_t> next{0}, done{0};
   };
 
   struct Scratch {
@@ -95,7 +93,6 @@ class DecodeLayers {
     void finish_row(int64_t token) { activations.write(token, row(token)); }
   };
 
-  static bool is_product(int64_t stage);
   int64_t count_tasks(int64_t stage) const;
   void run_task(int64_t stage, int64_t task, Scratch& scratch);
   void add_delta(const float* bias, const float* norm, int64_t token);
@@ -110,7 +107,6 @@ class DecodeLayers {
   const NewTokens& tokens;
   const PagedPlan& plan;
   const LayerBuffers& buffers;
-  int64_t threads;
   int64_t first, last;  // stages, counted over all layers; one more than the layers have adds what the last one leaves
   std::vector<Progress> progress;
   std::vector<std::atomic<int64_t>> left;  // tasks of each sequence and head in the attention that is under way

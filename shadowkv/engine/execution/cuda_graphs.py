@@ -141,7 +141,7 @@ class CudaGraphs:
     def mixed_shapes(self) -> list[tuple[int, int]]:
         """Rows of prompts and of a step that passes are captured for; none where prompts' attention is planned on the
         host."""
-        if not all(group.exact.captured for group in self.cache.groups):
+        if not self.cache.captures_prompts:
             return []
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
 

@@ -34,7 +34,7 @@ def _told(method: str) -> Any:
     """A method of the cache that the other ranks hear of with their next work: none waits for another."""
 
     def call(self: DriverCache, *arguments: Any) -> Any:
-        result = getattr(KVCache, method)(self, *arguments)
+        result = getattr(super(DriverCache, self), method)(*arguments)
         self.ranks.tell(self.ranks.writer.write("cache", method, arguments, result))
         return result
 
@@ -63,7 +63,7 @@ def _together(method: str) -> Any:
     def call(self: DriverRunner, *arguments: Any) -> Any:
         self.ranks.send(self.ranks.writer.write("runner", method, arguments))
         with self.ranks.together():
-            return getattr(Runner, method)(self, *arguments)
+            return getattr(super(DriverRunner, self), method)(*arguments)
 
     return call
 

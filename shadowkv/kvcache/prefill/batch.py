@@ -300,10 +300,11 @@ class PrefillBatch:
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
         return Batch(tuple((block.of_ends(),) for block in blocks), needed)
 
-    def are_ends(self, blocks: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of the tokens that ``ends`` of these blocks need are last ones of sequences."""
+    def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
+        """Which of the tokens that ``ends`` of these blocks need are last ones of sequences, int64 [S]."""
         ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
-        return [row for row, (new, end) in enumerate(ends) if end == new.stop]
+        rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
+        return upload(torch.tensor(rows), self.starts.device)  # the host need not wait for the last layer
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
