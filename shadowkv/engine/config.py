@@ -89,6 +89,7 @@ class EngineConfig:
     device: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    disable_custom_all_reduce: bool = False
     rope_theta: float | None = None
     hf_overrides: Mapping[str, Any] | None = None
     enforce_eager: bool = False
@@ -241,6 +242,8 @@ class EngineConfig:
         )
         text = "of a mixture of experts each of those GPUs has some whole, instead of a part of every one"
         add(model, "--enable-expert-parallel", "-ep", action="store_true", help=text)
+        text = "sum over GPUs through NCCL alone, not through the memory of each other"
+        add(model, "--disable-custom-all-reduce", action="store_true", help=text)
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         add(model, "--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")

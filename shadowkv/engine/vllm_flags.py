@@ -90,7 +90,6 @@ FLAGS = (
     _no_effect("--calculate-kv-scales", words="scales of fp8 are always learned from the prompt", values=0),
     _no_effect("--worker-cls", words="workers are the engine's own", fine=("auto",)),
     _no_effect("--numa-bind", words="the system places processes; numactl before the command binds them", values=0),
-    _no_effect("--disable-custom-all-reduce", words="there is none to turn off", values=0),
     _no_effect("--distributed-executor-backend", words="ranks are processes of this machine", fine=("mp",)),
     _no_effect("--max-parallel-loading-workers", words="every rank loads its own part"),
     _no_effect("--trust-remote-code", words=_NO_CODE, values=0),

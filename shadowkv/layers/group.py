@@ -1,4 +1,5 @@
-"""Ranks that compute one model together, and their communication: NCCL on GPUs, gloo on CPUs."""
+"""Ranks that compute one model together, and their communication: sums over GPUs that address each other's memory in a
+kernel of our own, the rest through NCCL, and gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed
 from torch import Tensor
+
+from shadowkv.layers.peer_memory import PeerMemory, open_peer_memory
 
 Value = TypeVar("Value")
 
@@ -30,12 +33,15 @@ class Group:
         size: number of ranks.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, peer_memory: PeerMemory | None = None) -> None:
         self.rank, self.size = rank, size
+        self._peer_memory = peer_memory
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, in place; its bits are the same on all of them."""
-        if self.size > 1:
+        if self._peer_memory is not None and self._peer_memory.takes(x):
+            self._peer_memory.sum(x)
+        elif self.size > 1:
             with _failing():
                 torch.distributed.all_reduce(x)
         return x
@@ -78,6 +84,8 @@ class Group:
     def abort(self) -> None:
         """Ends what waits for another rank on a GPU, in this process only. Returns once the CUDA graphs with
         collectives are gone: NCCL waits for that."""
+        if self._peer_memory is not None:
+            self._peer_memory.abort()
         if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
             cast(torch.distributed.ProcessGroup, torch.distributed.group.WORLD).abort()
 
@@ -100,8 +108,9 @@ class _failing:
             raise RankFailure(f"a tensor-parallel rank does not answer: {error}") from error
 
 
-def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
-    """Waits for the other ranks of a host, which all name the same file, which must not exist yet.
+def open_group(rank: int, size: int, device: torch.device, meeting: str, with_peer_memory: bool = True) -> Group:
+    """Waits for the other ranks of a host, which all name the same file, which must not exist yet; they address each
+    other's memory where they can, unless they shall not.
 
     Raises ValueError where this process already is in a group.
     """
@@ -111,7 +120,7 @@ def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Grou
     torch.distributed.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=rank, world_size=size
     )
-    return Group(rank, size)
+    return Group(rank, size, open_peer_memory(rank, size, device) if with_peer_memory else None)
 
 
 def check_alone() -> None:

@@ -53,6 +53,7 @@ SET = EngineConfig(
     device="cpu",
     tensor_parallel_size=2,
     enable_expert_parallel=True,
+    disable_custom_all_reduce=True,
     rope_theta=5e6,
     hf_overrides={"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     enforce_eager=True,

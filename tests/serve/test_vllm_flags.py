@@ -24,6 +24,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("-tp 2", {"tensor_parallel_size": 2}),
     ("-tp 2 --enable-expert-parallel", {"enable_expert_parallel": True}),
     ("-ep", {"enable_expert_parallel": True}),
+    ("--disable-custom-all-reduce", {"disable_custom_all_reduce": True}),
     ("-q fp8", {"quantization": "fp8"}),
     ("--attention-backend FLASH_ATTN", {"attention_backend": "flash-attn"}),
     ("--attention-backend flashinfer", {"attention_backend": "flashinfer"}),

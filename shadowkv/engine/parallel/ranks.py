@@ -67,7 +67,7 @@ class Ranks:
             self._await_all()
             self._watching.start()
             with self.together():
-                self.group = open_group(0, size, self.device, meeting)
+                self.group = open_group(0, size, self.device, meeting, not config.disable_custom_all_reduce)
         except BaseException:
             self.close()
             raise
