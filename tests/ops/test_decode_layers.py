@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision import InFloat64, assert_close_like_lowp, draws
+from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
 
@@ -23,10 +23,6 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 
 HIDDEN, INTERMEDIATE, QUERY_HEADS, HEADS, DIM, NUM_PAGES = 256, 512, 6, 2, 64, 24
-INTEGER_STEP = 2.0**-20
-"""Of kernels that multiply activations of few tokens as integers: in parts of the largest of 32
-(csrc/cpu/quantised_matmul/)."""
-
 FLOATS = ((1.0, None),)
 MIXED = ((0.5, "Q4_K"), (0.25, None), (0.25, "Q6_K"))
 FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", "Q8_0")}, "mixed": MIXED}
@@ -122,7 +118,7 @@ def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> 
     single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
     with InFloat64():
         exact = results(reference, x.double(), double, tokens)
-    lowp = draws(lambda: results(reference, x, copied(single), tokens), INTEGER_STEP)
+    lowp = draws_in_blocks(lambda: results(reference, x, copied(single), tokens))
     try:
         torch.set_num_threads(threads)
         found = results(decode_layers, x, layers, tokens)
