@@ -42,7 +42,7 @@ Activations::Form Activations::form_of(int64_t tokens) {
 Activations::Activations(int64_t tokens, int64_t columns)
     : tokens(tokens),
       columns(columns),
-      form(form_of(tokens)),
+      form(columns % 32 ? Form::floats : form_of(tokens)),  // plain weights alone have such columns
       floats(form == Form::floats ? tokens * columns : 0),
       runs(form == Form::digits ? tokens * runs_of(columns) : 0),
       bytes(form == Form::bytes ? tokens * (columns / 32) : 0) {}
