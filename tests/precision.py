@@ -39,7 +39,7 @@ class Rounded(TorchFunctionMode):
 
     Args:
         step: the most that it changes, in parts of the largest of a run of numbers of a row.
-        run: how many numbers that is; None for the whole row.
+        run: how many numbers that is; None for the whole row, as it is where rows are no whole runs.
     """
 
     def __init__(self, step: float, run: int | None = None) -> None:
@@ -51,7 +51,8 @@ class Rounded(TorchFunctionMode):
     ) -> Any:
         if func in (F.linear, torch.mm):
             x, *rest = args
-            runs = x.unflatten(-1, (-1, self.run or x.shape[-1]))
+            size = x.shape[-1]
+            runs = x.unflatten(-1, (-1, self.run if self.run and size % self.run == 0 else size))
             most = self.step * runs.abs().amax(-1, keepdim=True)
             change = most * (2 * torch.rand(runs.shape, generator=self.generator, dtype=x.dtype) - 1)
             args = (x + change.flatten(-2), *rest)
