@@ -28,7 +28,6 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, rep
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
-from shadowkv.engine.config import QUANTIZATION_HELP, EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
@@ -46,8 +45,8 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.models.loader import LoadedModel
+from shadowkv.settings import add_flag
 from shadowkv.wording import GIB
 
 COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
@@ -95,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+    add_flag(parser, EngineConfig, "quantization")
     parser.add_argument("--context", type=int, nargs="+", help="tokens (default: 61440)")
     parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
@@ -202,7 +201,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         if not count:
             raise MemoryError("not one sequence fits")
         engine = Engine(config_of(args, kv, count, context), loaded)
-        cell["spec"] = asdict(engine.cache.spec)
+        cell["spec"] = engine.cache.spec.as_dict()
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
         density = replayed_density(args.replay, context)
@@ -219,7 +218,7 @@ def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix
     rows, longest = sum(part.rows for part in mix), max(part.tokens for part in mix)
     engine = Engine(config_of(args, kv, rows, longest), loaded)
     cell = {"model": args.model, "kv": kv, "mix": mix_name(mix), "about": provenance()}
-    cell |= {"spec": asdict(engine.cache.spec), "backends": engine.cache.ops.backends}
+    cell |= {"spec": engine.cache.spec.as_dict(), "backends": engine.cache.ops.backends}
     return cell | time_mix(engine, mix, new_tokens(args), args.steps, args.windows)
 
 
