@@ -37,7 +37,7 @@ from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve,
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.quantised.rows import Form
-from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
+from shadowkv.ops.scaled_matmul.cuda import MIN_CAPABILITY
 from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
 Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
@@ -443,7 +443,7 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
         halved = need - plain // 2 <= free
         advice = ("pass dtype='bfloat16', " if halved else "") + "use a smaller model or free memory"
         raise OutOfMemory(
-            f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
+            f"the weights need {need / GIB:.2f} GiB as {outline.weights_description} on {device}, "
             f"{free / GIB:.2f} GiB are free; {advice}",
             ["dtype"],
         )
@@ -451,11 +451,11 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a model cannot run there with fp8 weights and everything else in ``dtype``; None if it can."""
-    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*LEAST_CAPABILITY)
+    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*MIN_CAPABILITY)
     if device.type != "cuda":
         return f"{least}, and the device is {device}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         return f"{least}, and {torch.cuda.get_device_name(device)} ({device}) has {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
         return f"fp8 goes with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"

@@ -15,10 +15,10 @@ namespace shadowkv {
 
 namespace {
 
-constexpr int64_t TILE_ROWS = 4, MOST_LANES = 16;
+constexpr int64_t TILE_ROWS = 4, MAX_LANES = 16;
 
 // From 16 tokens on, floats are faster: theirs are unpacked once for all tokens (Q4_1, 3,072 x 576, Zen 4).
-constexpr int64_t MOST_INTEGER_TOKENS = 12;
+constexpr int64_t MAX_INTEGER_TOKENS = 12;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ const BlockFormat* find_block_format(std::string_view name) {
 Activations::Activations(int64_t tokens, int64_t columns)
     : tokens(tokens),
       columns(columns),
-      integers(instruction_set() != InstructionSet::baseline && tokens <= MOST_INTEGER_TOKENS),
+      integers(instruction_set() != InstructionSet::baseline && tokens <= MAX_INTEGER_TOKENS),
       floats(integers ? 0 : tokens * columns),
       runs(integers ? tokens * runs_of(columns) : 0) {}
 
@@ -45,7 +45,7 @@ void Activations::write(int64_t token, const float* x) {
 #endif
 }
 
-MatmulScratch::MatmulScratch(int64_t tokens) : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES) {}
+MatmulScratch::MatmulScratch(int64_t tokens) : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MAX_LANES) {}
 
 void multiply_rows(
     const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch, float* out,

@@ -13,17 +13,17 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
 __all__ = ["missing", "quantised_matmul"]
 
-MOST_FUSED = {torch.bfloat16: 24}
+MAX_FUSED = {torch.bfloat16: 24}
 """Most tokens for which products here are faster than PyTorch's with dequantised tiles, by dtypes in which the latter
 can be faster than in float32. In float32 the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one
 Zen 4 core)."""
 
-MOST_FUSED_OTHERS = 96
+MAX_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
     """Same as the reference; of few tokens and blocks in float32, with weights that are never rounded."""
-    if in_blocks(weight.form) and len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
+    if in_blocks(weight.form) and len(x) <= MAX_FUSED.get(x.dtype, MAX_FUSED_OTHERS):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)
         return product.to(x.dtype)

@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
             with suppress(OSError):  # if the terminal is closed
-                at_work = counted(len(tasks), "request")
-                print(f"stopping: {self._drain:g} s for {at_work} to end", file=sys.stderr, flush=True)
+                in_flight = counted(len(tasks), "request")
+                print(f"stopping: {self._drain:g} s for {in_flight} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
