@@ -270,11 +270,11 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
             for _ in driver.prefill([(sequence, [5, 6, 7])]):
                 pass
             driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence], [0]))
-        worker.obey(sent)
+        worker.run_commands(sent)
         ((number, own),) = worker.reader.made.items()
         assert own.length == sequence.length == 4 and own.seed == sequence.seed
         assert number == 0, "of the prefill, which has ended, nothing is left"
-        worker.obey([ranks.writer.release(sequence)])
+        worker.run_commands([ranks.writer.release(sequence)])
         assert not worker.reader.made
 
 
