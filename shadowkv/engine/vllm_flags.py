@@ -160,7 +160,6 @@ FLAGS = (
     _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
     _refused("--middleware", words=_PLUGINS),
     _refused("--tool-parser-plugin", words=f"{_PLUGINS}; --tool-call-parser has the known formats"),
-    _refused("--uds", words="--host and --port"),
     _refused("--ssl-ciphers", words="they are Python's own; others need a proxy that ends TLS"),
     _refused("--enable-ssl-refresh", words="a new certificate needs a restart, or a proxy that ends TLS", values=0),
     _refused("--log-config-file", words="the log goes to stderr: --uvicorn-log-level LEVEL"),

@@ -111,6 +111,7 @@ def test_requests_are_counted_by_their_status(post, call):
     post("completions", prompt=None, grammar=3)
     call("GET", "/health")
     assert counts() == {"200": 1, "500": 0, "503": 1, "400": 1}
+    assert metrics(call)["admission_rejections_total", "max_num_queued_reqs"] == 1
 
 
 def test_metrics(post, call, engine):
@@ -120,6 +121,9 @@ def test_metrics(post, call, engine):
     post("completions", prompt=["HELLO", "FAIL"])
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
+    assert found["kv_cache_usage_perc",] == 0.25
+    assert [found["num_requests_waiting_by_reason", reason] for reason in ("capacity", "deferred")] == [2, 1]
+    assert found["cache_config_info", "fake", "2.50", "500"] == 1
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
     fetched = [found[f"kv_{name}_total",] for name in ("chunks_selected", "chunks_fetched", "fetched_bytes")]
     assert fetched == [1000, 300, 614400]
@@ -165,7 +169,8 @@ def test_metrics_of_requests_that_ended(post, call):
     cached, computed = (found["prompt_tokens_by_source_total", name] for name in ("local_cache_hit", "local_compute"))
     assert cached == found["prompt_tokens_cached_total",] == 2 * 6
     assert cached + computed == found["prompt_tokens_total",]
-    assert found["num_preemptions_total",] == 0
+    assert found["num_preemptions_total",] == found["request_num_preemptions_sum",] == 0
+    assert found["request_num_preemptions_count",] == 5
 
 
 def test_metrics_may_have_vllms_names(engine):
@@ -202,7 +207,7 @@ def test_metrics_of_the_prefix_cache_name_the_tiers_that_there_are(call, engine,
     stats = asyncio.run(engine.stats())
     prefixes = {tier: one for tier, one in stats.prefixes.items() if tier in tiers}
 
-    async def some() -> EngineStats:
+    async def some(usage: bool) -> EngineStats:
         return replace(stats, prefixes=prefixes)
 
     monkeypatch.setattr(engine, "stats", some)
