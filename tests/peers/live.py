@@ -8,6 +8,7 @@ import sys
 import tempfile
 from functools import cache
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from shadowkv.models.sources import HUB, resolve_tokenizer
 
@@ -33,7 +34,11 @@ class Live:
             self.log.seek(0)
             raise RuntimeError(f"{self.log.read()[-4000:]}: {' '.join(command)} did not start")
         self.url = ready.split()[1].removesuffix("/v1")
-        self.port = int(self.url.rpartition(":")[2])
+        """``unix:FILE`` with ``--uds``."""
+
+    @property
+    def port(self) -> int | None:
+        return urlsplit(self.url).port
 
     def stop(self) -> None:
         self.process.terminate()

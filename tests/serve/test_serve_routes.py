@@ -59,6 +59,7 @@ def test_tokenize_as_llama_cpp_does(call):
 
 def test_detokenize(call):
     assert call("POST", "/detokenize", json={"tokens": [72, 105]}).json() == {"prompt": "Hi", "content": "Hi"}
+    assert call("POST", "/detokenize", json={"model": "fake", "tokens": [72, 105]}).json() == {"prompt": "Hi"}
     assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     for tokens in (["a"], 3, [0.5], [-1], [2**40], [2**80], ["a"] * 10_000):
         error = error_of(call("POST", "/detokenize", json={"tokens": tokens}))

@@ -94,6 +94,8 @@ class ServerSettings:
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     ui: bool = True
+    slots: bool = True
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         bad = [
@@ -243,6 +245,11 @@ class ServerSettings:
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
         text = "the page at /, and what it alone asks for (default: there is one)"
         group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=None, help=text)
+        for flag, text in (
+            ("--slots", "/slots, which says how many sequences run (default: it is there)"),
+            ("--metrics", "/metrics, for Prometheus (default: it is there)"),
+        ):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
         group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (

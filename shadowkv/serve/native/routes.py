@@ -38,6 +38,7 @@ class LlamaErrorDetail(Answer):
         "not_found_error",
         "unavailable_error",
         "exceed_context_size_error",
+        "not_supported_error",
         "server_error",
     ]
     param: str | None
@@ -116,10 +117,12 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             "modalities": {"vision": False, "audio": False},
         }
 
-    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 503, error=LlamaError))
+    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 501, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
         """As many as sequences run at once; which one has which request is nobody's concern, so the first ones are
         those at work."""
+        if not settings.slots:
+            raise ApiError("this server was started with --no-slots", status=501)
         try:
             running = (await engine.stats()).running
         except EngineDead as error:
