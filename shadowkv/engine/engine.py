@@ -151,6 +151,7 @@ class Engine:
                 loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
+        self.model_path = str(loaded.path or config.model)
         self.model_config = loaded.config
         overrides = config.override_generation_config or {}
         self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)

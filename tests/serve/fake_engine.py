@@ -87,7 +87,7 @@ class FakeEngine:
     ``silence`` seconds.
     """
 
-    model_name = "fake"
+    model_name, model_path = "fake", "/models/fake.gguf"
     advice: str | None = None
     max_model_len, default_max_tokens = 200, 20
     max_queued_seqs = 200

@@ -166,7 +166,7 @@ def test_a_streamed_completion_ends_with_its_figures(call):
 
 def test_what_a_server_says_of_itself(call, engine):
     props = call("GET", "/props").json()
-    assert props["total_slots"] == engine.max_num_seqs
+    assert props["total_slots"] == engine.max_num_seqs and props["model_path"] == "/models/fake.gguf"
     assert props["default_generation_settings"]["n_ctx"] == engine.max_model_len
     engine.running = {"a"}
     assert [slot["is_processing"] for slot in call("GET", "/slots").json()] == [True, False, False, False]

@@ -142,6 +142,7 @@ class EngineClient:
         self.advice, self.max_concurrency = facts.advice, facts.max_concurrency
         self.watch: Callable[[Sequence[TokenOutput]], None] = lambda outputs: None
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
+        self.model_path = facts.model_path
         self.default_max_tokens = facts.limits.default_max_tokens
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role

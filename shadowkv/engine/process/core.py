@@ -122,6 +122,7 @@ class EngineCore:
             engine.requests.stop_ids,
             engine.sampling_defaults,
             engine.config,
+            engine.model_path,
             engine.scheduler.max_concurrency,
             advice(engine.config.model),
         )

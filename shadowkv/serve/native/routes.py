@@ -112,7 +112,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             "default_generation_settings": {"n_ctx": engine.max_model_len, "params": dict(engine.sampling_defaults)},
             "total_slots": engine.max_num_seqs,
             "model_alias": respond.served_name,
-            "model_path": engine.model_name,
+            "model_path": engine.model_path,
             "chat_template": template,
             "modalities": {"vision": False, "audio": False},
         }
