@@ -62,9 +62,12 @@ class Servers:
         self.running: dict[tuple[str, ...], Live] = {}
         atexit.register(self.stop)
 
-    def get(self, flags: tuple[str, ...]) -> Live:
-        """The server with these flags, started if need be in place of the one that was used longest ago."""
+    def get(self, flags: tuple[str, ...], anew: bool = False) -> Live:
+        """The server with these flags, started if need be in place of the one that was used longest ago; or started
+        ``anew``."""
         live = self.running.pop(flags, None)
+        if live is not None and anew:
+            live.stop()
         if live is None or live.process.poll() is not None:
             while len(self.running) >= self.most:
                 self.running.pop(next(iter(self.running))).stop()

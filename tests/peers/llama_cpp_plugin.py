@@ -45,11 +45,13 @@ def _flags(server: Any) -> tuple[str, ...]:
     # By default pages of any origin may ask llama.cpp, with credentials.
     origins = (server.cors_origins,) if server.cors_origins else ("*", "--allow-credentials")
     cors = ("--allowed-origins", *origins, "--allowed-methods", *METHODS)
-    return (*given, *switches, *cors, "--served-model-name", *names, *NAMES)
+    names_of_metrics = ("--metrics-prefix", "llamacpp")
+    return (*given, *switches, *names_of_metrics, *cors, "--served-model-name", *names, *NAMES)
 
 
 def _start(server: Any, timeout_seconds: float = 0) -> None:
-    server.server_port = SERVERS.get(_flags(server)).port
+    # Tests of metrics count from the start.
+    server.server_port = SERVERS.get(_flags(server), anew=server.server_metrics).port
 
 
 def _asking(ask: Any) -> Any:

@@ -182,8 +182,26 @@ def test_metrics_may_have_vllms_names(engine):
     assert 'vllm:prompt_tokens_total{model_name="fake"} 3.0' in page and "vllm:num_requests_running{" in page
     assert "shadowkv:" not in page
     assert figures["prompt_tokens"] == 3
-    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm"):
+    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm, llamacpp"):
         ServerSettings(metrics_prefix="x")
+
+
+def test_metrics_may_be_llama_cpps(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(metrics_prefix="llamacpp"))) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": ["Hi", "HELLO"]}).is_success
+        answer = httpx.get(f"{url}/metrics")
+        figures = httpx.get(f"{url}/page/stats").json()
+        engine.is_alive = False
+        later = httpx.get(f"{url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    found = {name.removeprefix("llamacpp:"): family.samples[0].value for name, family in families.items()}
+    assert int(answer.headers["Process-Start-Time-Unix"]) > 0
+    assert (found["prompt_tokens"], found["prompt_tokens_cached"], found["requests_deferred"]) == (3 + 6 - 4, 4, 3)
+    assert (found["tokens_predicted"], found["n_tokens_max"]) == (2 * len(REPLY), 6 + len(REPLY))
+    assert found["prompt_tokens_seconds"] == pytest.approx(5 / 4, rel=0.01)
+    assert found["predicted_tokens_seconds"] == pytest.approx(2 * (len(REPLY) - 1) / 1, rel=0.01)
+    assert figures["prompt_tokens"] == 9 and "llamacpp:requests_processing 0.0" in answer.text
+    assert "llamacpp:tokens_predicted_total" in later and "llamacpp:requests_processing" not in later
 
 
 PREFIXES = {

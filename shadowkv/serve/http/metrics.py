@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
+from shadowkv.serve.http.llama_metrics import PREFIX as LLAMA_PREFIX
+from shadowkv.serve.http.llama_metrics import llama_page
 from shadowkv.serve.http.settings import METRICS_PREFIXES
 
 if TYPE_CHECKING:
@@ -166,6 +168,14 @@ class Metrics(ConnectionMetrics):
         self._preemptions = histogram("request_num_preemptions", text, CHOICES)
         text = "Tokens of a step of the engine: generated ones, and computed ones of prompts that ended with it."
         self._step_tokens = histogram("iteration_tokens_total", text, STEP_TOKENS)
+        gauge = Gauge(
+            f"{prefix}:longest_request_tokens",
+            "Tokens of the longest request that ended, of prompt and answer.",
+            ["model_name"],
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
+        self._longest, self._longest_tokens = gauge.labels(model), 0
         text = "Requests that were refused because the queue was full."
         self._refused = counter("admission_rejections", text, "reason").labels(model, QUEUE_FULL)
         engine.watch = self._step
@@ -175,7 +185,7 @@ class Metrics(ConnectionMetrics):
         self._figures.stats = None
         with suppress(EngineDead):
             self._figures.stats = await self._engine.stats(usage=True)
-        return await super().text()
+        return llama_page(self._shown.collect()) if self._prefix == LLAMA_PREFIX else await super().text()
 
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
@@ -240,6 +250,8 @@ class Metrics(ConnectionMetrics):
         self._answers.observe(output.completion_tokens)
         self._computed.observe(output.prompt_tokens - output.cached_tokens)
         self._preemptions.observe(0)
+        self._longest_tokens = max(self._longest_tokens, output.prompt_tokens + output.completion_tokens)
+        self._longest.set(self._longest_tokens)
         if times.scheduled is not None and times.first_token is not None:
             self._inference.observe(end - times.scheduled)
             self._decode.observe(end - times.first_token)

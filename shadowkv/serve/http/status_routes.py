@@ -108,6 +108,7 @@ def status_routes(
     async def get_metrics() -> Response:
         if not has_metrics:
             raise ApiError("this server was started with --no-metrics", status=501)
-        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        started = {"Process-Start-Time-Unix": str(about["created"])}  # as in llama.cpp
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=started)
 
     return router
