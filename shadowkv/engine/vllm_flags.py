@@ -92,7 +92,9 @@ FLAGS = (
     _no_effect("--numa-bind", words="the system places processes; numactl before the command binds them", values=0),
     _no_effect("--distributed-executor-backend", words="ranks are processes of this machine", fine=("mp",)),
     _no_effect("--max-parallel-loading-workers", words="every rank loads its own part"),
-    _no_effect("--skip-tokenizer-init", words="requests may have token ids, and return_token_ids; texts, too", values=0),
+    _no_effect(
+        "--skip-tokenizer-init", words="requests may have token ids, and return_token_ids; texts, too", values=0
+    ),
     _no_effect("--trust-remote-code", words=_NO_CODE, values=0),
     _no_effect("--code-revision", words=_NO_CODE),
     _no_effect("--model-impl", words="models are the engine's own", fine=("auto",)),

@@ -172,7 +172,9 @@ def test_the_use_of_the_cache_is_what_requests_in_flight_hold(client, engine):
 def test_tokens_of_steps_are_counted(client):
     def counts():
         page = httpx.get(str(client.base_url.join("/metrics"))).text
-        families = [one for one in text_string_to_metric_families(page) if one.name == "shadowkv:iteration_tokens_total"]
+        families = [
+            one for one in text_string_to_metric_families(page) if one.name == "shadowkv:iteration_tokens_total"
+        ]
         return {sample.name.rpartition("_")[2]: sample.value for one in families for sample in one.samples}
 
     before = counts()

@@ -108,7 +108,9 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
-        kind = "" if error["type"] in OWN_KINDS else f" ({error['type']})"  # as in vLLM: ``code`` is the first one's alone
+        kind = (
+            "" if error["type"] in OWN_KINDS else f" ({error['type']})"
+        )  # as in vLLM: ``code`` is the first one's alone
         reasons.append(f"{param}: {reason}{kind}" if param else f"{reason}{kind}")
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")

@@ -244,15 +244,16 @@ class ServerSettings:
         group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
-        text = "the page at /, and what it alone asks for (default: there is one)"
-        group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, text in (
+            ("--ui", "the page at /, and what it alone asks for (default: there is one)"),
             ("--slots", "/slots, which says how many sequences run (default: it is there)"),
             ("--metrics", "/metrics, for Prometheus (default: it is there)"),
+            (
+                "--cache-salt-by-key",
+                "cached prompts and saves belong to the API key that they came with (default: with two keys or more)",
+            ),
         ):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
-        group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
             (
                 "--allowed-hosts",

@@ -21,7 +21,7 @@ class NativeCompletion(CompletionRequest):
         pieces: how many items of ``prompt`` are joined to each prompt; empty where each is one.
     """
 
-    pieces: list[int] = []
+    pieces: tuple[int, ...] = ()
 
     def limit(self, room: int | None) -> int | None:
         return self.max_tokens

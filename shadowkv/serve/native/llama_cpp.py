@@ -101,14 +101,14 @@ class LlamaRequest(NativeRequest):
         }
 
 
-def _prompts(value: Any) -> tuple[Any, list[int]]:
+def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
     """The pieces of all prompts, each a text or token ids, and how many of them each prompt has. A prompt is a text, an
     object that has one, token ids, or texts among token ids; there may be a list of them."""
     if not isinstance(value, list | dict):
-        return value, [1]
+        return value, (1,)
     prompts = value if isinstance(value, list) and not _is_sequence(value) else [value]
     pieces = [_pieces(prompt) for prompt in prompts]
-    return [*chain.from_iterable(pieces)], [*map(len, pieces)]
+    return [*chain.from_iterable(pieces)], tuple(map(len, pieces))
 
 
 def _is_sequence(items: list[Any]) -> bool:
