@@ -33,6 +33,17 @@ metrics are others, too (``llama_metrics.py``)."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""
 
+SWITCHES = (
+    ("--ui", "the page at /, and what it alone asks for (default: there is one)"),
+    ("--slots", "/slots, which says how many sequences run (default: it is there)"),
+    ("--metrics", "/metrics, for Prometheus (default: it is there)"),
+    (
+        "--cache-salt-by-key",
+        "cached prompts and saves belong to the API key that they came with (default: with two keys or more)",
+    ),
+)
+"""Flags that are turned on or, with ``--no-`` before their names, off; and what of."""
+
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 """uvicorn's."""
 
@@ -244,15 +255,7 @@ class ServerSettings:
         group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
-        for flag, text in (
-            ("--ui", "the page at /, and what it alone asks for (default: there is one)"),
-            ("--slots", "/slots, which says how many sequences run (default: it is there)"),
-            ("--metrics", "/metrics, for Prometheus (default: it is there)"),
-            (
-                "--cache-salt-by-key",
-                "cached prompts and saves belong to the API key that they came with (default: with two keys or more)",
-            ),
-        ):
+        for flag, text in SWITCHES:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
             (
