@@ -32,13 +32,7 @@ LLAMA = (*COMPLETION, APPLY_TEMPLATE)
 ASKS = (GENERATE, *COMPLETION)
 """Those that ask for a completion."""
 
-KINDS = (
-    "invalid_request_error",
-    "not_found_error",
-    "exceed_context_size_error",
-    "unavailable_error",
-    "server_error",
-) + ("not_supported_error",)
+KINDS = ("invalid_request_error", "not_found_error", "exceed_context_size_error", "unavailable_error", "server_error")
 """llama.cpp's types of errors, but for those of keys."""
 
 NEW_TOKENS = 128
