@@ -108,10 +108,9 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
-        kind = (
-            "" if error["type"] in OWN_KINDS else f" ({error['type']})"
-        )  # as in vLLM: ``code`` is the first one's alone
-        reasons.append(f"{param}: {reason}{kind}" if param else f"{reason}{kind}")
+        if error["type"] not in OWN_KINDS:
+            reason += f" ({error['type']})"  # as in vLLM: ``code`` has the first one's alone
+        reasons.append(f"{param}: {reason}" if param else reason)
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")
     kind = errors[0]["type"]

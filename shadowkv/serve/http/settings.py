@@ -27,8 +27,8 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""What names of metrics may begin with: others' are for dashboards and autoscalers that are made for them. llama.cpp's
-metrics are others, too (``llama_metrics.py``)."""
+"""What names of metrics may begin with, for dashboards and autoscalers that are made for these servers. llama.cpp has
+other metrics, too (``llama_metrics.py``)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""

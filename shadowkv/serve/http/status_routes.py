@@ -59,7 +59,7 @@ class Version(Answer):
 
 
 def status_routes(
-    engine: EngineClient, engines: Mapping[str, EngineClient], metrics: Metrics, has_metrics: bool = True
+    engine: EngineClient, engines: Mapping[str, EngineClient], metrics: Metrics, has_metrics: bool
 ) -> APIRouter:
     """The routes.
 
