@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from robustness.tiny_model import own_server
+from robustness.tiny_model import SERVER, own_server
 
 BODY_MIB = 1
 """Beyond this the answer is an immediate 413; the longest texts of the schema have 8 MiB."""
@@ -34,7 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=int, default=300, help="about as long (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=200, help="cases of a route at first (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kv", default="shadowkv", help="policy of the server (default: %(default)s)")
+    parser.add_argument("--kv", default=SERVER["kv"], help="policy of the server (default: %(default)s)")
     return parser.parse_args(argv)
 
 

@@ -39,10 +39,7 @@ ENGINE: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float32",
     "device": "cpu",
-    "kv": "shadowkv",
-    "kv_rank": 32,
-    "kv_budget": 1.0,
-    "kv_outliers": 4,
+    "kv": "shadowkv:rank=32,budget=1.0,outliers=4",
     "kv_dense_below": 0,
 }
 """Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are sealed."""

@@ -18,12 +18,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """The last two are vLLM's, and PyTorch's, other names of float16 and float32."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
 """How attention is chosen: as measured, without other packages, or by one of those wherever it serves."""
-ATTENTION_HELP = (
-    "shadowkv: this package's kernels, Triton's and PyTorch's; flashinfer, flash-attn: that package's wherever it "
-    "serves, and the others elsewhere; auto: those that were measured to be faster, flashinfer's for heads of 256 "
-    "and else shadowkv's (default: %(default)s)"
-)
-OVERRIDES_HELP = "entries that replace those of the model's config.json, as in vLLM; of GGUF files by the same names"
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
     letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)

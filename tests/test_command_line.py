@@ -35,8 +35,8 @@ def test_every_command_helps_without_pytorch():
         (["plan"], "error: the following arguments are required: --context (see shadowkv plan --help)"),
         (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: invalid int value: 'x' "),
         (
-            ["serve", "--kv-budget", "1.5"],
-            "error: argument --kv-budget: '1.5' must be a fraction in (0, 1] or at ",
+            ["serve", "--kv-budget", "0.03"],
+            "error: --kv-budget is a field of the policy: --kv turbo:budget=0.03 (see shadowkv serve --help)",
         ),
         (["plan", "--context", "1", "--kv", "ful"], "error: argument --kv: unknown KV preset 'ful'; known: full, "),
         (["cache", "ls"], "error: the following arguments are required: --dir (see shadowkv cache ls --help)"),
@@ -66,8 +66,8 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ("plan --context 64 --fetch-buffer 0.5", "--fetch-buffer 0.5 must be 0 or a finite number of at least 1"),
         ("plan --context 64 --tensor-parallel-size 99", "--tensor-parallel-size 99 is more than the model's 9 query"),
         (
-            "plan --context 64 --kv full --kv-rank 3",
-            "--kv full, --kv-rank 3: this KV policy cannot be used: rank=3 ",
+            "plan --context 64 --kv full:rank=3",
+            "--kv full:rank=3: this KV policy cannot be used: rank=3 ",
         ),
         (
             "plan --context 8193",

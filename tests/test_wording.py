@@ -17,7 +17,7 @@ from shadowkv.wording import OutOfMemory, SettingsError, counted
         ("max_num_seqs=-3 must be at least 1", "--max-num-seqs -3 must be at least 1"),
         ("rope_theta=1e-05 and rope_theta", "--rope-theta 1e-05 and --rope-theta"),
         ("model='my model' and model=\"it's\"", "--model 'my model' and --model 'it'\"'\"'s'"),
-        ("kv_rank=3: rank=3, of the role of a model", "--kv-rank 3: rank=3, of the role of a model"),
+        ("prefill_error=3: rank=3, of the role of a model", "--prefill-error 3: rank=3, of the role of a model"),
         (
             "generation_config='a' has no generation_config.json",
             "--generation-config a has no generation_config.json",
@@ -40,8 +40,8 @@ def test_only_what_the_error_calls_a_setting_is_one() -> None:
 
 @pytest.mark.parametrize("kind", [SettingsError, OutOfMemory])
 def test_an_error_survives_its_way_from_another_process(kind: type[SettingsError] | type[OutOfMemory]) -> None:
-    error = pickle.loads(pickle.dumps(kind("kv_rank=0", ["kv_rank"])))
-    assert (type(error), str(error), error.as_flags({})) == (kind, "kv_rank=0", "--kv-rank 0")
+    error = pickle.loads(pickle.dumps(kind("kv_disk_gib=0", ["kv_disk_gib"])))
+    assert (type(error), str(error), error.as_flags({})) == (kind, "kv_disk_gib=0", "--kv-disk-gib 0")
 
 
 def test_python_is_told_of_fields() -> None:
@@ -49,8 +49,11 @@ def test_python_is_told_of_fields() -> None:
         EngineConfig(max_num_seqs=-3)
     with pytest.raises(ValueError, match=r"^device='tpu' is not auto, cpu, cuda or cuda:N$"):
         device_of("tpu")
-    refused = EngineConfig(kv="full", kv_rank=3).refused_policy(ValueError("no"))
-    assert (str(refused), refused.as_flags({})) == ("kv='full', kv_rank=3: no", "--kv full, --kv-rank 3: no")
+    refused = EngineConfig(kv="full", prefill_error=3.0).refused_policy(ValueError("no"))
+    assert (str(refused), refused.as_flags({})) == (
+        "kv='full', prefill_error=3.0: no",
+        "--kv full, --prefill-error 3.0: no",
+    )
 
 
 def test_one_is_no_plural() -> None:

@@ -28,8 +28,9 @@ from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import POLICY_HELP
-from shadowkv.load_settings import LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
+from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.models.loader import LoadedModel
+from shadowkv.settings import add_flag
 
 ENGINE = "shadowkv"
 
@@ -66,11 +67,8 @@ def sweep_parser(text: str | None) -> argparse.ArgumentParser:
 def add_model_arguments(parser: argparse._ActionsContainer) -> None:
     """The flags of a model whose answers count, perhaps with an adapter."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
-    parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
-    parser.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
-    parser.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    for name in ("adapter", "rope_theta", "hf_overrides", "load_format", "device"):
+        add_flag(parser, EngineConfig, name)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, rep
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
-from shadowkv.engine.config import QUANTIZATION_HELP, EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
@@ -46,8 +46,8 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.sequences.layout import Layout
-from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.models.loader import LoadedModel
+from shadowkv.settings import add_flag
 from shadowkv.wording import GIB
 
 COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
+    add_flag(parser, EngineConfig, "quantization")
     parser.add_argument("--context", type=int, nargs="+", help="tokens (default: 61440)")
     parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")

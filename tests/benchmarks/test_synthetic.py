@@ -59,7 +59,7 @@ def test_a_random_sequence_decodes():
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_selections_repeat_at_the_rate_that_is_set(share):
-    wanted = {**ENGINE, "kv_budget": 1 / 8, "fetch_buffer": 1.0}
+    wanted = {**ENGINE, "kv": "shadowkv:rank=32,budget=0.125,outliers=4", "fetch_buffer": 1.0}
     with tiny_model() as path:
         engine = Engine(EngineConfig(model=str(path), max_num_seqs=3, max_model_len=1024, max_cached_seqs=0, **wanted))
     scatter(engine.cache)

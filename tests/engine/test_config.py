@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from shadowkv.engine.config import EngineConfig, parse_budget
+from shadowkv.engine.config import EngineConfig
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -37,10 +37,6 @@ SET = EngineConfig(
     override_generation_config={"top_k": 5},
     seed=7,
     kv="quest",
-    kv_rank=12,
-    kv_budget=0.25,
-    kv_chunk=4,
-    kv_outliers=5,
     kv_dense_below=2048,
     prefill="sparse",
     prefill_error=0.75,
@@ -88,7 +84,7 @@ def test_every_field_of_the_example_differs_from_its_default():
     assert same == ["enable_prefix_caching"]  # without which some of the others have no meaning
 
 
-@pytest.mark.parametrize("config", [EngineConfig(), SET, replace(SET, kv_budget=2048)], ids=["default", "set", "count"])
+@pytest.mark.parametrize("config", [EngineConfig(), SET], ids=["default", "set"])
 def test_every_field_is_a_flag_of_its_name(config):
     parsed = parse(*flags_of(config))
     assert parsed == config
@@ -129,20 +125,10 @@ def test_policies_have_vllms_names_of_a_caches_dtype():
         parse("--kv", "full", "--kv-cache-dtype", "fp8")
 
 
-@pytest.mark.parametrize(
-    ("text", "budget"), [("0.0156", 0.0156), ("2048", 2048), ("1.0", 1.0), ("1", 1), ("1.", 1.0), (".5", 0.5)]
-)
-def test_a_budget_with_a_point_is_a_fraction_and_one_without_a_count(text, budget):
-    assert parse_budget(text) == budget
-    assert type(parse_budget(text)) is type(budget)
-    assert parse("--kv-budget", text).spec().budget == budget
-
-
-def test_words_are_no_budget():
-    with pytest.raises(argparse.ArgumentTypeError, match="'some' is neither a fraction nor a number of tokens"):
-        parse_budget("some")
-    with pytest.raises(argparse.ArgumentError, match="kv-budget"):
-        parse("--kv-budget", "some")
+@pytest.mark.parametrize("name", ["rank", "budget", "chunk", "outliers"])
+def test_a_flag_for_a_policys_field_says_where_the_field_is(name):
+    with pytest.raises(argparse.ArgumentError, match=f"--kv-{name} is a field of the policy: --kv turbo:{name}=64"):
+        parse(f"--kv-{name}", "64")
 
 
 @pytest.mark.parametrize("flag", ["--kv", "--kv-cache-dtype", "--load-format", "--dtype", "--quantization"])
@@ -181,7 +167,7 @@ def test_errors_list_every_value_that_cannot_be():
     [
         ({"role": "decode"}, "role='decode' needs kv_disk_dir"),
         ({"role": "some"}, "role='some' is not one of both, prefill, decode"),
-        ({"kv_disk_dir": ""}, "kv_disk_dir must not be empty"),
+        ({"kv_disk_dir": ""}, "kv_disk_dir='' must not be empty"),
         ({"kv_disk_gib": 8.0}, "kv_disk_gib=8.0 has no meaning without kv_disk_dir"),
         ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "no meaning"),
         ({"kv_offload_gib": 1.0, "enable_prefix_caching": False}, "no meaning"),
@@ -246,12 +232,12 @@ def test_values_at_the_ends_of_their_ranges_are_allowed(values):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_policy_is_the_preset_with_what_was_overridden(name):
     assert EngineConfig(kv=name).spec() == PRESETS[name]
-    changed = EngineConfig(kv=name, kv_rank=9, kv_budget=100, kv_chunk=4, kv_outliers=0).spec()
-    assert changed == replace(PRESETS[name], rank=9, budget=100, chunk=4, outliers=0)
+    changed = EngineConfig(kv=f"{name}:rank=9,budget=100", kv_dense_below=4, prefill_error=0.5).spec()
+    assert changed == replace(PRESETS[name], rank=9, budget=100, dense_below=4, prefill_error=0.5)
 
 
 def test_fields_of_a_policy_can_be_given_with_its_name():
-    config = parse("--kv", "turbo:chunk=8,budget=0.03", "--kv-rank", "64")
+    config = parse("--kv", "turbo:chunk=8,budget=0.03,rank=64")
     assert config.spec() == replace(PRESETS["turbo"], chunk=8, budget=0.03, rank=64)
     with pytest.raises(argparse.ArgumentError, match=r"'depth'.*budget"):
         parse("--kv", "turbo:depth=8")
@@ -268,9 +254,9 @@ def test_an_unknown_preset_is_named_with_the_known_ones():
 
 
 def test_unknown_dtype_and_load_format_are_named_together():
-    with pytest.raises(ValueError, match=r"dtype='nope'.*load_format='pickle'"):
+    with pytest.raises(ValueError, match=r"load_format='pickle'.*dtype='nope'"):
         EngineConfig(dtype="nope", load_format="pickle")
 
 
 def test_overrides_apply_to_a_policy_given_as_a_value():
-    assert EngineConfig(kv=KVSpec(index="min-max"), kv_budget=0.5).spec().budget == 0.5
+    assert EngineConfig(kv=KVSpec(index="min-max"), prefill="sparse").spec().prefill == "sparse"

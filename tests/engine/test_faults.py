@@ -200,8 +200,8 @@ def test_shapes_whose_graph_does_not_fit_run_without_one(
             if len(self.tried) % 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    wanted = answers(make(kv="shadowkv", kv_budget=128))
-    engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Failing)
+    wanted = answers(make(kv="shadowkv:budget=128"))
+    engine = with_graphs(make(kv="shadowkv:budget=128"), monkeypatch, Failing)
     assert answers(engine) == wanted
     assert engine.runner.graphs.without and engine.runner.graphs.graphs
     assert len(Failing.tried) == len(engine.runner.graphs.without) + len(engine.runner.graphs.graphs)
@@ -214,8 +214,8 @@ def test_a_step_without_memory_ends_its_requests_and_not_the_engine(
     make: Any, monkeypatch: pytest.MonkeyPatch, shortages: int
 ) -> None:
     """One is met by launching the step again when it is due, instead of ahead."""
-    engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Graph)
-    wanted = answers(make(kv="shadowkv", kv_budget=128))
+    engine = with_graphs(make(kv="shadowkv:budget=128"), monkeypatch, Graph)
+    wanted = answers(make(kv="shadowkv:budget=128"))
     run, count = engine.runner.graphs.run, 0
 
     def failing(*args: Any) -> torch.Tensor:

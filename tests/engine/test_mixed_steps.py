@@ -211,7 +211,7 @@ def test_a_short_prompt_passes_a_long_one_with_a_step(build: Any, make: Any, mon
 def test_an_error_in_the_pass_ends_its_prompts_alone(
     build: Any, make: Any, kv: str, error: Exception, after: int
 ) -> None:
-    engine = build(kv=kv, kv_budget=128 if kv != "full" else None)
+    engine = build(kv=kv if kv == "full" else f"{kv}:budget=128")
     params = replace(LONG, max_tokens=150)  # pages are sealed before and behind it
     engine.add_request("a", prompt(1, 500), params)
     outputs = []
@@ -233,7 +233,7 @@ def test_an_error_in_the_pass_ends_its_prompts_alone(
     failed = {output.request_id: output.error for output in new if output.finish_reason == "error"}
     assert failed.keys() == {"b", "c"} and all(type(error).__name__ in message for message in failed.values())
     outputs += [output for output in new if output.request_id == "a"] + drain(engine)["a"]
-    other = make(kv=kv, kv_budget=128 if kv != "full" else None)
+    other = make(kv=kv if kv == "full" else f"{kv}:budget=128")
     assert tokens(outputs) == alone(other, prompt(1, 500), params)
     assert_empty(engine)
 
@@ -326,8 +326,8 @@ def test_selections_are_told_of_steps_with_prompts(build: Any, make: Any) -> Non
         drain(engine)
         return [output.selections for output in found]
 
-    engine = build(kv="quest", kv_budget=64)
+    engine = build(kv="quest:budget=64")
     found = selected(engine, True)
-    assert found == selected(make(kv="quest", kv_budget=64), False)
+    assert found == selected(make(kv="quest:budget=64"), False)
     assert found[0] == [None] and all(one is not None for (one,) in found[1:])
     assert_empty(engine)

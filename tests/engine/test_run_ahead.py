@@ -47,8 +47,8 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, monkeypatch: pytest.Mo
     ]
     params = [kinds[number % len(kinds)] for number in range(18)]
     wanted, ahead = (
-        make(kv=kv, kv_budget=0.5 if kv != "full" else None),
-        make(kv=kv, kv_budget=0.5 if kv != "full" else None),
+        make(kv=kv if kv == "full" else f"{kv}:budget=0.5"),
+        make(kv=kv if kv == "full" else f"{kv}:budget=0.5"),
     )
     ahead.decode_steps.run_ahead = True
     launched: list[bool] = []

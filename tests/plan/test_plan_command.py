@@ -150,7 +150,7 @@ def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) 
 
 def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     plain = run_json(capsys, "--kv", "full", "shadowkv")
-    wider = run_json(capsys, "--kv", "full", "shadowkv", "--kv-rank", "512", "--kv-budget", "4096", "--hit-rate", "0")
+    wider = run_json(capsys, "--kv", "full", "shadowkv:rank=512,budget=4096", "--hit-rate", "0")
     assert wider["plans"][0] == plain["plans"][0]
     before, after = plain["plans"][1], wider["plans"][1]
     assert after["spec"]["rank"] == 512
@@ -159,11 +159,6 @@ def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None
     assert run_json(capsys, "--dtype", "float32")["weight_bytes"] == 2 * plain["weight_bytes"]
     slower = run_json(capsys, "--kv", "full", "--device-bandwidth-tbs", "2")["plans"][0]
     assert slower["equivalent_bandwidth_tbs"] == pytest.approx(2)
-
-
-def test_a_flag_may_mend_a_policy_of_several(capsys: pytest.CaptureFixture[str]) -> None:
-    plans = run_json(capsys, "--kv", "quest:chunk=7", "turbo:rank=99999", "--kv-chunk", "8", "--kv-rank", "64")["plans"]
-    assert [(one["spec"]["chunk"], one["spec"]["rank"]) for one in plans] == [(8, None), (8, 64)]
 
 
 def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,8 +285,8 @@ def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[
         (["--model", "no-such-model", "--context", "1000"], "llama-3.1-8b"),
         (["--model", "llama-3.1-8b", "--context", "131073"], "131072"),
         (["--context", "1000", "--kv", "full", "no-such-policy"], f"known: {', '.join(PRESETS)}"),
-        (["--context", "1000", "--kv", "full", "--kv-rank", "4"], "no meaning"),
-        (["--context", "1000", "--kv-chunk", "7", "--kv-rank", "99999"], "rank=99999"),
+        (["--context", "1000", "--kv", "full:rank=4"], "no meaning"),
+        (["--context", "1000", "--kv", "turbo:chunk=7,rank=99999"], "rank=99999"),
         (["--context", "0"], "--context"),
         (["--context", "1000", "--hit-rate", "1.1"], "--hit-rate"),
         (["--context", "1000", "--fetch-buffer", "0.5"], "--fetch-buffer 0.5 must"),

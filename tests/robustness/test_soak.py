@@ -15,7 +15,7 @@ EXPECTED = Answer(["a", "b"], [-0.1, -0.2], [{"a": -0.1, "x": -0.1015}, {"b": -0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", [soak.SERVER["kv"], "turbo:keys=low-rank,values=dense"])
+@pytest.mark.parametrize("kv", [soak.SERVER["kv"], "turbo:keys=low-rank,values=dense,rank=32,budget=1.0,outliers=4"])
 def test_a_live_server(tmp_path, kv):
     out = tmp_path / "soak.json"
     flags = ["--kv", kv, "--requests", "100", "--prompts", "8", "--out", str(out)]
@@ -37,7 +37,7 @@ def test_a_live_server(tmp_path, kv):
 def test_chats_find_their_earlier_turns_where_slots_are_free(tmp_path):
     out = tmp_path / "soak.json"
     # Rounding differs between batches; a basis may then turn, and errors of 8 and 4 bits fall otherwise.
-    flags = ["--kv", "turbo", "--tolerance", "0.5"]
+    flags = ["--kv", "turbo:rank=32,budget=1.0,outliers=4", "--tolerance", "0.5"]
     flags += ["--requests", "60", "--prompts", "4", "--concurrency", "2", "--out", str(out)]
     subprocess.run([sys.executable, "-m", soak.__name__, *flags])
     found = json.loads(out.read_text(encoding="utf-8"))

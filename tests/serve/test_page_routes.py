@@ -124,7 +124,7 @@ def test_answers_are_compared_by_the_name_of_the_model(engine):
 
 
 def test_policies_that_are_compared_share_their_weights(tiny_model):
-    options = {"kv": "quest", "kv_budget": 64, "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 512}
+    options = {"kv": "quest:budget=64", "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 512}
     config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", **options)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         cores = load_cores(Launch(config, "full", folder))
@@ -132,7 +132,7 @@ def test_policies_that_are_compared_share_their_weights(tiny_model):
             stack.callback(core.shutdown, 20)
         served, other = (core.engine for core in cores)
         assert served.runner.model is other.runner.model and served.cache is not other.cache
-        assert (other.config.kv, other.config.kv_budget, other.config.max_num_seqs) == ("full", None, 1)
+        assert (other.config.kv, other.config.max_num_seqs) == ("full", 1)
         engines = [EngineClient(core.facts, core.engine.tokenizer, folder) for core in cores]
         for engine in engines:
             stack.callback(engine.disconnect)

@@ -40,9 +40,7 @@ died."""
 EXIT_SECONDS = 0.5
 """How long threads may still work once everything is closed."""
 
-OWN_CACHE = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "kv_dense_below") + (
-    ("kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
-)
+OWN_CACHE = ("kv_dense_below", "kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
 """Settings that apply to the served policy's cache and not to one that it is compared with."""
 
 
