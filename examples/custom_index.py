@@ -1,4 +1,4 @@
-"""An index of one's own in one file outside the package, and a server whose policy finds tokens with it.
+"""An index of one's own with a setting of its own, in one file outside the package, and a server that uses it.
 
     python examples/custom_index.py --model smollm2-135m-instruct
 
@@ -11,6 +11,7 @@ An installed package names ``register`` as an entry point, and then ``shadowkv s
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,17 +23,22 @@ from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
 from shadowkv.ops.page import PAGE
+from shadowkv.settings import POSITIVE, setting
 
 
 class SmallNorms(RankedIndex):
     """Tokens whose keys are the shortest, whatever the query: those get most attention (arXiv:2406.11430)."""
+
+    @dataclass(frozen=True)
+    class Settings:
+        order: float = setting(2.0, "index", "of the norm; 1.0 sums absolute values", check=POSITIVE)
 
     def page_fields(self) -> tuple[Field, ...]:
         # Arrays of a page of 64 tokens in one layer: pools, planner and admission count their bytes from here.
         return (Field("key_norms", (self.shape.num_kv_heads, PAGE), torch.float32),)
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
-        norms = tokens.rope_keys.float().norm(dim=-1)  # [L, n, 64, H], of pages that are full
+        norms = tokens.rope_keys.float().norm(self.settings.order, dim=-1)  # [L, n, 64, H], of pages that are full
         store.write("key_norms", tokens.layers, tokens.pages, norms.transpose(2, 3))
 
     def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
@@ -42,7 +48,7 @@ class SmallNorms(RankedIndex):
 
 
 def register() -> None:
-    """Makes the index known (``--kv turbo:index=small-norms,sampled=0.0``), and a preset with it."""
+    """Makes the index known (``--kv turbo:index=small-norms,sampled=0.0``), and a preset: ``small-norms:order=1.0``."""
     parts.register("index", "small-norms", SmallNorms)
     presets.register("small-norms", KVSpec(index="small-norms", chunk=1))
 

@@ -87,7 +87,6 @@ def setting(default: Any, group: str, help: str, *aliases: str, **declared: Any)
     return field(default=default, metadata={_DECLARED: Setting(group, help, aliases, **declared)})
 
 
-@cache
 def settings_of(config: type[DataclassInstance]) -> Mapping[str, Setting]:
     """What every field of a dataclass declares."""
     return {one.name: one.metadata[_DECLARED] for one in fields(config)}

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def about(engine: Engine) -> Cell:
 
 def about_spec(spec: KVSpec, device: str) -> Cell:
     """The same of a policy without an engine."""
-    origin, text = provenance(), json.dumps(asdict(spec), separators=(",", ":"))
+    origin, text = provenance(), json.dumps(spec.as_dict(), separators=(",", ":"))
     return {"commit": origin["commit"], "command": origin["command"], "device": device, "spec": text}
 
 

@@ -28,7 +28,6 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,7 +201,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         if not count:
             raise MemoryError("not one sequence fits")
         engine = Engine(config_of(args, kv, count, context), loaded)
-        cell["spec"] = asdict(engine.cache.spec)
+        cell["spec"] = engine.cache.spec.as_dict()
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
         density = replayed_density(args.replay, context)
@@ -219,7 +218,7 @@ def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix
     rows, longest = sum(part.rows for part in mix), max(part.tokens for part in mix)
     engine = Engine(config_of(args, kv, rows, longest), loaded)
     cell = {"model": args.model, "kv": kv, "mix": mix_name(mix), "about": provenance()}
-    cell |= {"spec": asdict(engine.cache.spec), "backends": engine.cache.ops.backends}
+    cell |= {"spec": engine.cache.spec.as_dict(), "backends": engine.cache.ops.backends}
     return cell | time_mix(engine, mix, new_tokens(args), args.steps, args.windows)
 
 

@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace, form: str) -> None:
                 "engine": ENGINE,
                 "replayed_density": cell["replayed_density"],
             }
-            rows.add(row | figures | about_spec(KVSpec(**cell["spec"]), provenance()["gpu"] or "cpu"))
+            rows.add(row | figures | about_spec(KVSpec().changed(**cell["spec"]), provenance()["gpu"] or "cpu"))
             gc.collect()
             torch.cuda.empty_cache()
 

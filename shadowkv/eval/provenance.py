@@ -9,14 +9,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.eval.records.predictions import write_json
-from shadowkv.kvcache.policy.spec import FORMER_NAMES, KVSpec
+from shadowkv.kvcache.policy.spec import KVSpec
 
 if TYPE_CHECKING:
     from shadowkv.eval.records.policies import Policy
@@ -77,14 +76,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
             was = config["settings"].get(name)
             raise ValueError(f"--out {folder} has answers with {name}={was!r}, not {value!r}; use another folder")
     for policy in policies:
-        spec = None if policy.spec is None else asdict(policy.spec)
+        spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            former = {name: known[old] for name, old in FORMER_NAMES.items() if old in known}
-            kept = {name: value for name, value in known.items() if name not in FORMER_NAMES.values()}
-            known = {**asdict(KVSpec()), **former, **kept}  # fields that are newer than the folder had their defaults
-            if known["prefill"] == "sparse" and "prefill_error" not in kept:
-                known["prefill_error"] = None  # blocks were chosen by another rule, which had no such field
+            known = {**KVSpec().as_dict(), **known}  # fields that are newer than the folder had their defaults
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(

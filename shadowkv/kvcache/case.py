@@ -74,7 +74,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         latent_width=keys.page_fields()[0].shape[-1] if keys.rank else 0,
         key_codec=keys.codec_id,
         value_codec=layout.parts.values.codec_id,
-        centred=bool(spec.centred),
+        centred=keys.centred,
         mass=spec.mass is not None,
         max_pages=pages,
         # Captured steps select for up to a page more than the longest sequence has.

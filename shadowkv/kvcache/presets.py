@@ -5,11 +5,10 @@ Where a baseline's paper has another budget, the preset has the default one, so 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 from shadowkv.kvcache.plugins import checked_name, load_plugins
-from shadowkv.kvcache.policy.spec import PREFILLS, KVSpec
+from shadowkv.kvcache.policy.spec import NAMES, PREFILLS, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -36,8 +35,8 @@ PRESETS: dict[str, KVSpec] = {
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own
     # and keys without their mean;
-    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", centred=True),
-    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", centred=True),
+    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"keys.centred": True}),
+    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"keys.centred": True}),
     # its block format of llama.cpp; levels in 4 bits whose rows keep their norms; and 8-bit floats, their baseline.
     "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
     "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
@@ -95,7 +94,7 @@ def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
     """
     if isinstance(kv, str):
         kv = _parse(kv)
-    return replace(kv, **{key: value for key, value in overrides.items() if value is not None})
+    return kv.changed(**{key: value for key, value in overrides.items() if value is not None})
 
 
 def _parse(text: str) -> KVSpec:
@@ -104,32 +103,35 @@ def _parse(text: str) -> KVSpec:
         load_plugins()
     if name not in PRESETS:
         raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
-    values: dict[str, Any] = {}
-    bad = []
+    bad, spec = list[str](), PRESETS[name]
     for change in changes.split(",") if colon else ():
         field, _, value = change.partition("=")
         try:
-            values[field] = _value(field, value)
+            spec = spec.changed(**{field: _value(spec, field, value)})
         except ValueError as error:
             bad.append(str(error))
     if bad:
         raise ValueError(f"KV policy {text!r} cannot be read: {'; '.join(bad)}")
-    return replace(PRESETS[name], **values)
+    return spec
 
 
-def _value(field: str, text: str) -> Any:
-    """The value of a KVSpec's field, by its type; a number with a decimal point is a fraction, one without a count."""
-    from shadowkv.kvcache.parts import AXES, is_known
+def _value(spec: KVSpec, field: str, text: str) -> Any:
+    """The value of a field of ``spec``, or of a setting of a part, by its type; a number with a decimal point is a
+    fraction, one without a count."""
+    from shadowkv.kvcache.parts import AXES, declared, is_known
 
-    kinds = get_type_hints(KVSpec)
-    if field not in kinds:
-        raise ValueError(f"{field!r} is not a field; known: {', '.join(kinds)}")
     choices = {**AXES, "prefill": PREFILLS}
     if field in choices:
         if not (is_known(field, text) if field in AXES else text in choices[field]):
             raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
-    allowed = get_args(kinds[field]) or (kinds[field],)
+    own = KVSpec if field in NAMES else declared(spec, field)
+    if own is None:
+        raise ValueError(
+            f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts (docs/presets.md)"
+        )
+    kind = get_type_hints(own)[field.rpartition(".")[2]]
+    allowed = get_args(kind) or (kind,)
     if bool in allowed:
         if text not in ("true", "false"):
             raise ValueError(f"{field}={text!r} is neither true nor false")
@@ -140,4 +142,6 @@ def _value(field: str, text: str) -> Any:
                 return kind(text)
             except ValueError:
                 pass
+    if str in allowed:
+        return text
     raise ValueError(f"{field}={text!r} is not {'a number' if float in allowed else 'an integer'}")

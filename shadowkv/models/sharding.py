@@ -14,8 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 
-from shadowkv.kvcache.codecs import LATENT_CODECS
-from shadowkv.kvcache.parts import resolve
+from shadowkv.kvcache.parts import key_part, resolve
 from shadowkv.kvcache.policy.shape import share
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
@@ -182,13 +181,12 @@ class Shard:
         whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
         if self.size == 1:
             return resolve(spec, whole)
-        if spec.keys in LATENT_CODECS:
-            if spec.key_groups not in (1, groups):
-                raise SettingsError(
-                    f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes",
-                    ["tensor_parallel_size"],
-                )
-            spec = replace(spec, key_groups=groups)
+        resolve(spec, whole)
+        keys = key_part(spec)
+        try:
+            spec = keys.in_groups(spec, groups)
+        except ValueError as error:
+            raise SettingsError(f"tensor_parallel_size={self.size}: {error}", ["tensor_parallel_size"]) from error
         spec = resolve(spec, whole)
         if spec.place == "host" and whole.num_kv_heads % groups:
             raise SettingsError(
@@ -197,7 +195,7 @@ class Shard:
                 ["tensor_parallel_size"],
             )
         first, last = self.kv_heads
-        return spec.of_heads(whole, last - first)
+        return keys.of_heads(spec, whole, last - first)
 
     def cut(self, parameter: str) -> Cut | None:
         """What it holds of a parameter; None if that is all of it."""

@@ -233,18 +233,18 @@ def test_values_at_the_ends_of_their_ranges_are_allowed(values):
 def test_the_policy_is_the_preset_with_what_was_overridden(name):
     assert EngineConfig(kv=name).spec() == PRESETS[name]
     changed = EngineConfig(kv=f"{name}:rank=9,budget=100", kv_dense_below=4, prefill_error=0.5).spec()
-    assert changed == replace(PRESETS[name], rank=9, budget=100, dense_below=4, prefill_error=0.5)
+    assert changed == PRESETS[name].changed(rank=9, budget=100, dense_below=4, prefill_error=0.5)
 
 
 def test_fields_of_a_policy_can_be_given_with_its_name():
     config = parse("--kv", "turbo:chunk=8,budget=0.03,rank=64")
-    assert config.spec() == replace(PRESETS["turbo"], chunk=8, budget=0.03, rank=64)
+    assert config.spec() == PRESETS["turbo"].changed(chunk=8, budget=0.03, rank=64)
     with pytest.raises(argparse.ArgumentError, match=r"'depth'.*budget"):
         parse("--kv", "turbo:depth=8")
 
 
 def test_a_spec_is_taken_as_it_is():
-    spec = KVSpec(keys="low-rank", rank=5)
+    spec = KVSpec(keys="low-rank", settings={"rank": 5})
     assert EngineConfig(kv=spec).spec() == spec
 
 

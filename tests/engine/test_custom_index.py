@@ -16,7 +16,8 @@ import custom_index
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.kvcache import parts
-from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.presets import PRESETS, preset
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,41 @@ def test_it_selects_the_tokens_with_the_shortest_keys(tiny: Path) -> None:
         norms = norms[:, : int(batch.num_chunks)]
         shortest = norms.topk(selected.chunks.shape[-1], largest=False).indices.sort().values
         assert torch.equal(selected.chunks[0], shortest)
+
+
+def test_its_setting_is_read_checked_and_used() -> None:
+    custom_index.register()
+    shape = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16)
+    for text in ("small-norms:order=1", "small-norms:index.order=1.0"):
+        spec = parts.resolve(preset(text), shape)
+        assert spec.as_dict()["order"] == 1.0
+        assert parts.build_parts(spec, shape, torch.float32).index.settings == custom_index.SmallNorms.Settings(1.0)
+    assert parts.resolve(preset("small-norms"), shape).as_dict()["order"] == 2.0
+    for text, said in (
+        ("small-norms:order=0.0", r"order=0\.0 must be positive"),
+        ("small-norms:order=x", "order='x' is not a number"),
+        ("turbo:order=1", r"order=1\.0 has no meaning with keys='low-rank-int4', index='sketch'"),
+        ("small-norms:keys.order=1", r"'keys\.order' is not a field"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parts.resolve(preset(text), shape)
+
+
+def test_a_name_that_two_parts_have_needs_its_axis() -> None:
+    custom_index.register()
+    shape = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16)
+
+    class Other(parts.base.ValuePart):
+        Settings = custom_index.SmallNorms.Settings
+
+    parts.REGISTERED["values"]["other"] = Other
+    try:
+        with pytest.raises(ValueError, match=r"order=1\.0 could be index\.order and values\.order: say which"):
+            parts.resolve(preset("small-norms:values=other,order=1.0"), shape)
+        resolved = parts.resolve(preset("small-norms:values=other,index.order=1.0"), shape)
+        assert resolved.as_dict()["index.order"] == 1.0 and resolved.as_dict()["values.order"] == 2.0
+    finally:
+        del parts.REGISTERED["values"]["other"]
 
 
 def test_it_serves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

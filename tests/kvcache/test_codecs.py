@@ -130,9 +130,15 @@ def rotated_keys(stream: Stream, layer: int) -> Tensor:
         KVSpec(values="centred-bytes"),
         KVSpec(keys="centred-bytes"),
         KVSpec(keys="centred-bytes", index="chunk-mean", values="centred-bytes", budget=1.0, outliers=3),
-        KVSpec(keys="low-rank-bytes", index="chunk-mean", values="centred-bytes", budget=1.0, rank=SHAPE.kv_dim),
+        KVSpec(
+            keys="low-rank-bytes",
+            index="chunk-mean",
+            values="centred-bytes",
+            budget=1.0,
+            settings={"rank": SHAPE.kv_dim},
+        ),
         KVSpec(index="min-max", values="centred-bytes", place="host", budget=1.0, chunk=4, outliers=2),
-        KVSpec(keys="low-rank-bytes", index="sketch", values="int8-rows", budget=1.0, rank=SHAPE.kv_dim),
+        KVSpec(keys="low-rank-bytes", index="sketch", values="int8-rows", budget=1.0, settings={"rank": SHAPE.kv_dim}),
     ],
     ids=lambda spec: f"{spec.keys}, {spec.index}, {spec.values}, {spec.place}",
 )
@@ -153,7 +159,9 @@ def test_formats_defined_here_equal_plain_attention_where_nothing_is_lost(spec: 
 @pytest.mark.parametrize("keys", ["centred-bytes", "low-rank-bytes"])
 def test_tokens_that_learn_for_themselves_are_decoded_by_what_they_learned(keys: str) -> None:
     rank = SHAPE.kv_dim if keys.startswith("low-rank") else None
-    cache = make_cache(KVSpec(keys=keys, index="chunk-mean", values="centred-bytes", budget=1.0, rank=rank))
+    cache = make_cache(
+        KVSpec(keys=keys, index="chunk-mean", values="centred-bytes", budget=1.0, settings={"rank": rank})
+    )
     stream = Stream(3, cache.allocate(400, 2100))
     stream.v[:, 400:] += 3
     prefill(cache, [(stream, 400)])
@@ -215,7 +223,9 @@ def test_a_name_or_an_id_that_is_taken_is_refused() -> None:
 
 
 def test_a_backend_that_does_not_know_a_format_is_refused_by_name() -> None:
-    case = make_cache(KVSpec(keys="low-rank-bytes", index="chunk-mean", values="int8-rows", rank=8)).ops.case
+    case = make_cache(
+        KVSpec(keys="low-rank-bytes", index="chunk-mean", values="int8-rows", settings={"rank": 8})
+    ).ops.case
     backend, reason = {
         "cpu": ("cpu", "codec 1002 of keys is unknown; codec 1001 of values is unknown"),
         "cuda": ("cuda", "no kernel for keys in codec 1002 with values in codec 1001"),

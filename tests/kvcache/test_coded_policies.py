@@ -145,7 +145,7 @@ def test_no_copy_of_a_prompt_is_made_where_nothing_is_learned_of_it(monkeypatch:
     monkeypatch.setattr(CodedKeys, "_centred", watched)
     for name, longest in (("lloyd-4bit", 64), ("fp8", 300)):
         seen.clear()
-        cache = make_cache(KVSpec(keys=name, centred=True))
+        cache = make_cache(KVSpec(keys=name, settings={"centred": True}))
         prefill(cache, [(Stream(0, cache.allocate(300, 400)), 300)])
         assert max(seen) == longest
 

@@ -32,11 +32,15 @@ def policies(draw: st.DrawFn) -> KVSpec:
     keys, values = (draw(CODED[axis]) for axis in AXES)
     dense = draw(st.sampled_from((None, None, "keys", "values")))
     spec = KVSpec(
-        keys=keys, values=values, place=draw(st.sampled_from(("device", "host"))),
-        chunk=draw(st.sampled_from((1, 8, 16))), local=draw(st.sampled_from((1, 32, 70))), centred=draw(st.booleans()),
-    )  # fmt: skip
+        keys=keys,
+        values=values,
+        place=draw(st.sampled_from(("device", "host"))),
+        chunk=draw(st.sampled_from((1, 8, 16))),
+        local=draw(st.sampled_from((1, 32, 70))),
+        settings={"keys.centred": draw(st.booleans())},
+    )
     if dense == "keys":
-        return replace(spec, keys="dense", centred=False)
+        return spec.changed(keys="dense")
     return replace(spec, values="dense") if dense == "values" else spec
 
 

@@ -15,7 +15,7 @@ EVERYTHING = {
     "shadowkv-no-outliers": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=0),
     "shadowkv-odd": replace(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, chunk=4, outliers=7), local=100),
     "shadowkv-budget-in-tokens": preset("shadowkv", rank=SHAPE.kv_dim, budget=4096),
-    "low-rank-attend-all": KVSpec(keys="low-rank", rank=SHAPE.kv_dim),
+    "low-rank-attend-all": KVSpec(keys="low-rank", settings={"rank": SHAPE.kv_dim}),
     "host-values-only": KVSpec(place="host"),
     "turbo-without-codes": preset("turbo:keys=low-rank,values=dense", rank=SHAPE.kv_dim, budget=1.0),
     "turbo-host-without-codes": preset("turbo-host:keys=low-rank,values=dense", rank=SHAPE.kv_dim, budget=1.0),

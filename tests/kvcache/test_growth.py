@@ -211,7 +211,7 @@ def test_a_settled_state_serves_whatever_is_generated() -> None:
 
 LEARNED = {
     "shadowkv": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=3),
-    "low-rank-attend-all": KVSpec(keys="low-rank", rank=SHAPE.kv_dim),
+    "low-rank-attend-all": KVSpec(keys="low-rank", settings={"rank": SHAPE.kv_dim}),
     "snapkv-on-host": preset("snapkv:chunk=8,outliers=3,place=host", budget=1.0),
 }
 

@@ -98,7 +98,7 @@ def test_turbo_pages_of_an_8b_model_fill_their_blocks():
 def test_bytes_of_the_papers_layout(shape, dtype):
     layout = layout_of(preset("shadowkv"), shape, dtype)
     size, heads, dim = dtype.itemsize, shape.num_kv_heads, shape.head_dim
-    rank = layout.spec.rank
+    rank = layout.spec.as_dict()["rank"]
     exact = 2 * heads * PAGE * dim * size
     sealed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
     assert exact <= layout.exact_bytes < exact + GRANULE

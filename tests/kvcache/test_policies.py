@@ -56,7 +56,7 @@ def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> to
         exact = rotate_plainly(stream.k[layer, :n], torch.arange(n, device=DEVICE))
         rebuilt = exact
         if spec.keys == "low-rank":
-            v = plain_basis(stream, layer, spec.rank)
+            v = plain_basis(stream, layer, dict(spec.settings)["rank"])
             low = (stream.k[layer, :n].flatten(1).double() @ v @ v.T).float().view(n, SHAPE.num_kv_heads, -1)
             rebuilt = rotate_plainly(low, torch.arange(n, device=DEVICE))
         outliers = plain_outliers(exact, first_sealed, spec)
@@ -108,7 +108,7 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
     for layer in range(SHAPE.num_layers):
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
         rebuilt = gather_selected(cache.parts.keys.source(cache.groups[0].store, layer, row), everything)[0]
-        v = plain_basis(stream, layer, SHADOWKV.rank)
+        v = plain_basis(stream, layer, dict(SHADOWKV.settings)["rank"])
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
         wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
         torch.testing.assert_close(rebuilt, wanted, atol=3e-4, rtol=1e-3)

@@ -27,9 +27,9 @@ def every_part() -> Iterator[Part]:
     for name in INDEX_PARTS:
         yield build_parts(KVSpec(index=name), SHAPE, torch.float32).index
     for name in LATENT_CODECS:
-        yield build_parts(KVSpec(keys=name, rank=32), SHAPE, torch.float32).keys
+        yield build_parts(KVSpec(keys=name, settings={"rank": 32}), SHAPE, torch.float32).keys
     for name, codec in ROW_CODECS.items():
-        parts = build_parts(KVSpec(**dict.fromkeys(codec.axes, name), centred=True), SHAPE, torch.float32)
+        parts = build_parts(KVSpec(**dict.fromkeys(codec.axes, name), settings={"centred": True}), SHAPE, torch.float32)
         yield from (getattr(parts, axis) for axis in codec.axes)
 
 

@@ -40,19 +40,19 @@ tokens = st.integers(1, 300_000)
     ],
 )
 def test_default_rank_is_5_of_32_but_half_of_small_widths_and_all_of_one_head_in_steps_of_32(heads, dim, rank):
-    assert resolve(KVSpec(keys="low-rank"), ModelShape(1, heads, heads, dim)).rank == rank
+    assert resolve(KVSpec(keys="low-rank"), ModelShape(1, heads, heads, dim)).as_dict()["rank"] == rank
 
 
 def test_resolving_keeps_what_was_chosen_and_leaves_other_keys_without_a_rank():
-    assert resolve(KVSpec(keys="low-rank", rank=7), LLAMA).rank == 7
-    assert resolve(KVSpec(keys="dense"), LLAMA).rank is None
+    assert resolve(KVSpec(keys="low-rank", settings={"rank": 7}), LLAMA).as_dict()["rank"] == 7
+    assert "rank" not in resolve(KVSpec(keys="dense"), LLAMA).as_dict()
     spec = resolve(preset("shadowkv"), LLAMA)
     assert spec == resolve(spec, LLAMA)
-    assert replace(spec, rank=None) == PRESETS["shadowkv"]
+    assert replace(spec, settings={}) == PRESETS["shadowkv"]
 
 
 def test_every_reason_is_listed_at_once():
-    spec = KVSpec("k?", "i?", "v?", "p?", budget=1.5, chunk=7, outliers=-1, local=0, rank=3)
+    spec = KVSpec("k?", "i?", "v?", "p?", budget=1.5, chunk=7, outliers=-1, local=0, settings={"rank": 3})
     with pytest.raises(ValueError) as error:
         resolve(spec, LLAMA)
     text = str(error.value)
@@ -64,8 +64,8 @@ def test_every_reason_is_listed_at_once():
 
 
 def test_parts_give_their_reasons_beside_a_name_that_is_unknown():
-    with pytest.raises(ValueError, match=r"rank=3 has no meaning(?s:.*)centred has no meaning(?s:.*)'i\?'"):
-        resolve(KVSpec("dense", "i?", "dense", rank=3, centred=True), LLAMA)
+    with pytest.raises(ValueError, match=r"'i\?'(?s:.*)rank=0 is not between"):
+        resolve(KVSpec("low-rank", "i?", "dense", settings={"rank": 0}), LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,11 @@ def test_parts_give_their_reasons_beside_a_name_that_is_unknown():
     ids=str,
 )
 def test_what_cannot_be_is_refused_for_that_reason_alone(change):
-    good = KVSpec("low-rank", "chunk-mean", "dense", "host", budget=0.5, outliers=4, rank=100)
+    good = resolve(KVSpec("low-rank", "chunk-mean", budget=0.5, outliers=4, settings={"rank": 100}), LLAMA)
+    good = replace(good, place="host")
     assert resolve(good, LLAMA) == good
     with pytest.raises(ValueError) as error:
-        resolve(replace(good, **change), LLAMA)
+        resolve(good.changed(**change), LLAMA)
     assert str(error.value).count("\n  - ") == 1
     assert str(list(change.values())[-1]) in str(error.value)
 
@@ -116,7 +117,7 @@ def test_what_cannot_be_is_refused_for_that_reason_alone(change):
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("budget", [None, 1, 4096, 1.0, 1e-6])
 def test_what_can_be_is_accepted(chunk, budget):
-    resolve(KVSpec("low-rank", "min-max", budget=budget, chunk=chunk, rank=1024), LLAMA)
+    resolve(KVSpec("low-rank", "min-max", budget=budget, chunk=chunk, settings={"rank": 1024}), LLAMA)
 
 
 def test_a_spec_is_a_value():
@@ -130,7 +131,7 @@ def test_presets_are_the_papers():
     assert preset("full") == KVSpec()
     ours = resolve(preset("shadowkv"), LLAMA)
     assert (ours.keys, ours.index, ours.place) == ("low-rank", "chunk-mean", "host")
-    assert (ours.rank, ours.chunk, ours.outliers, ours.local) == (160, 8, 48, 4 * 8)
+    assert (ours.as_dict()["rank"], ours.chunk, ours.outliers, ours.local) == (160, 8, 48, 4 * 8)
     quest = preset("quest")
     assert (quest.keys, quest.index, quest.place, quest.chunk) == ("dense", "min-max", "device", 16)
 
@@ -140,8 +141,8 @@ def test_overrides_of_a_preset_replace_all_but_none():
     assert preset("quest", budget=512, chunk=8) == replace(PRESETS["quest"], budget=512, chunk=8)
     with pytest.raises(ValueError, match=r"'nope'.*full.*shadowkv.*quest"):
         preset("nope")
-    with pytest.raises(TypeError):
-        preset("full", depth=3)
+    with pytest.raises(ValueError, match="depth=3 has no meaning with keys='dense'"):
+        resolve(preset("full", depth=3), LLAMA)
 
 
 def test_fields_may_follow_a_presets_name():

@@ -311,7 +311,7 @@ def test_selection_never_reads_more_than_there_is() -> None:
     layout = make_layout(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0))
     spec, reads = layout.spec, step_reads(layout.main, 1000, 0.0)
     sealed = 64 * spec.sealed_pages(1000)
-    assert reads.keys == sealed * spec.rank * 4
+    assert reads.keys == sealed * spec.as_dict()["rank"] * 4
     assert reads.values == (sealed - spec.static_tokens) * SHAPE.kv_dim * 4
     assert reads.host_values == 0
 

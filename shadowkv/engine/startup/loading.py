@@ -19,6 +19,7 @@ from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.parts import in_words
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
@@ -183,7 +184,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         f"{loaded.model.weights_in_words} on {cache.device}{ranks}",
         *([f"advice  {told}"] if (told := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
-        f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
+        f"policy  {config.policy}: {in_words(cache.spec, cache.shape)}",
         *(
             f"windows {len(group.layers)} of {counted(group.model_layers, 'layer')} attend to the newest "
             f"{counted(group.window, 'token')}, exact under every policy"

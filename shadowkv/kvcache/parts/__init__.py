@@ -9,18 +9,20 @@ before (arXiv:2406.19707; ``index_skewed.py`` has the rest of it).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, ValuePart
 from shadowkv.kvcache.plugins import checked_name, load_plugins
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
+from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
 """Keys or values as they are."""
@@ -111,7 +113,7 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 
     Raises ValueError where two of their arrays have one name.
     """
-    parts = Parts(*(_part(spec, axis)(spec, shape, dtype) for axis in KINDS))
+    parts = Parts(*(_part(axis, getattr(spec, axis))(spec, shape, dtype) for axis in KINDS))
     for kind, fields in (
         ("pages", [EXCLUDED, *(field.name for part in parts for field in part.page_fields())]),
         ("states", [field.name for part in parts for field in part.state_fields()]),
@@ -124,26 +126,91 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 
 
 def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
-    """``spec`` for models of ``shape``, its defaults filled in; raises ValueError with every reason it cannot be
-    used."""
+    """``spec`` for models of ``shape``, with a value for every setting of its parts; raises ValueError with every
+    reason it cannot be used."""
     if spec.values == ROTATED:
         spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
-    reasons = []
-    for axis, known in AXES.items():
-        if not is_known(axis, getattr(spec, axis)):
-            reasons.append(f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(known)}")
-        elif axis != "place":
-            part = _part(spec, axis)
-            spec = part.with_defaults(spec, shape)
-            reasons += part.unsupported(spec, shape)
+    unknown = [axis for axis in AXES if not is_known(axis, getattr(spec, axis))]
+    reasons = [f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(AXES[axis])}" for axis in unknown]
+    parts = [_part(axis, getattr(spec, axis)) for axis in KINDS if axis not in unknown]
+    if not unknown:
+        reasons += _foreign(spec, parts)
+    wrong = [reason for part in parts for reason in _wrong(part.settings_of(spec))]
+    if not wrong:
+        spec = _with_all(spec, parts, shape)
+        wrong = [reason for part in parts for reason in part.unsupported(spec, shape)]
+    reasons += wrong
     reasons += spec.contradictions(shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return spec
 
 
-def _part(spec: KVSpec, axis: str) -> Any:  # each axis has its own class
-    name = getattr(spec, axis)
+def _wrong(settings: Any) -> list[str]:
+    return wrong_types(settings) or violations(settings)
+
+
+def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
+    """A reason for each setting of ``spec`` that not exactly one of its parts has."""
+    reasons = []
+    for name, value in dict(spec.settings).items():
+        axis, _, own = name.rpartition(".")
+        having = [part.axis for part in parts if own in settings_of(part.Settings) and axis in ("", part.axis)]
+        if not having and value is not None:
+            names = ", ".join(f"{part}={getattr(spec, part)!r}" for part in KINDS)
+            reasons.append(f"{name}={value!r} has no meaning with {names}")
+        elif len(having) > 1:
+            several = " and ".join(f"{axis}.{own}" for axis in having)
+            reasons.append(f"{name}={value!r} could be {several}: say which")
+    return reasons
+
+
+def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> KVSpec:
+    """``spec`` with every setting of its parts."""
+    values = dict[str, Any]()
+    for part in parts:
+        own = part.with_defaults(part.settings_of(spec), shape)
+        values |= {f"{part.axis}.{name}": getattr(own, name) for name in settings_of(part.Settings)}
+    return replace(spec, settings=values)
+
+
+def declared(spec: KVSpec, name: str) -> type[Any] | None:
+    """The settings that have ``name``, perhaps with an axis before it: of a part of ``spec``, or else of any part; None
+    where there is none."""
+    axis, _, own = name.rpartition(".")
+    axes = [one for one in KINDS if axis in ("", one)]
+    of_spec = [_part(one, getattr(spec, one)) for one in axes if is_known(one, getattr(spec, one))]
+    others = [_part(one, other) for one in axes for other in AXES[one]]
+    return next((part.Settings for part in of_spec + others if own in settings_of(part.Settings)), None)
+
+
+def key_part(spec: KVSpec) -> type[KeyPart]:
+    """The class of the key part that ``spec`` names."""
+    part: type[KeyPart] = _part("keys", spec.keys)
+    return part
+
+
+def in_words(spec: KVSpec, shape: ModelShape) -> str:
+    """One line that names every part and number of a resolved policy."""
+    prefill = [f"{spec.prefill} prefill"] if spec.prefill else []
+    if spec.prefill == "sparse":
+        prefill = [f"sparse prefill to within {spec.prefill_error:.4g} of the attention"]
+    if not spec.seals:
+        return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
+    said = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in KINDS}
+    keys, index, values = (
+        f"{getattr(spec, axis)} {axis}{f' ({words})' if words else ''}" for axis, words in said.items()
+    )
+    words = [keys, index, f"{values} on the {spec.place}", f"chunks of {spec.chunk} tokens"]
+    if spec.selects:
+        words += [spec.budget_in_words(), f"{spec.outliers} outlier chunks per kv head"]
+    words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
+    if spec.skip_layers:
+        words.append(f"first and last {spec.skip_layers} layers exact")
+    return ", ".join(words + prefill)
+
+
+def _part(axis: str, name: str) -> Any:  # each axis has its own class
     if name in REGISTERED[axis]:
         return REGISTERED[axis][name]
     if axis == "index":

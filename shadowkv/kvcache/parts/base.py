@@ -15,12 +15,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -28,6 +27,7 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
+from shadowkv.settings import settings_of
 
 EXCLUDED = "excluded"
 """The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
@@ -115,30 +115,56 @@ class Selection:
     log_weight: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class NoSettings:
+    """Of a part that leaves nothing to choose."""
+
+
 class Part(ABC):
     """What the three axes have in common.
 
     Attributes:
+        axis: of the policy that it is on: ``keys``, ``index`` or ``values``.
+        Settings: what it lets a policy choose, a frozen dataclass of fields declared by ``shadowkv.settings.setting``.
+        settings: these, of its policy.
         ops: the ops that it calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
         diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller,
             the worse.
         weights: names of what a checkpoint has to bring for it in every layer (``SealedStore.weights``).
     """
 
+    axis: ClassVar[str]
+    Settings: ClassVar[type[Any]] = NoSettings
     ops: ClassVar[tuple[str, ...]] = ()
     diagnostics: ClassVar[tuple[str, ...]] = ()
     weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec
+        self.settings = self.settings_of(spec)
         self.shape = shape
         self.dtype = dtype
         self.chunks = PAGE // spec.chunk
 
     @classmethod
-    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
-        """``spec`` with the part's own fields filled in where they are None and the model decides."""
-        return spec
+    def settings_of(cls, spec: KVSpec) -> Any:
+        """Its own settings in ``spec``: those of its names, and of its axis where they say one."""
+        values = {}
+        for name, value in dict(spec.settings).items():
+            axis, _, own = name.rpartition(".")
+            if own in settings_of(cls.Settings) and axis in ("", cls.axis):
+                values[own] = value
+        return cls.Settings(**values)
+
+    @classmethod
+    def with_defaults(cls, settings: Any, shape: ModelShape) -> Any:
+        """``settings`` with values where they are None and the model decides."""
+        return settings
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        """What to say of its settings beside its name, in the lines at the start of a server."""
+        return ""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -199,18 +225,25 @@ class Part(ABC):
 
 
 class KeyPart(Part):
-    """How a selected key is rebuilt."""
+    """How a selected key is rebuilt.
+
+    Attributes:
+        centred: whether keys are stored without the mean key of their prompt.
+    """
+
+    axis = "keys"
+    centred = False
 
     @classmethod
-    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons, latents = [], spec.keys in LATENT_CODECS
-        if spec.key_groups != 1 and not latents:
-            reasons.append(f"key_groups={spec.key_groups} has no meaning with keys={spec.keys!r}, which are no latents")
-        if spec.rank is not None and not latents:
-            reasons.append(f"rank={spec.rank} has no meaning with keys={spec.keys!r}")
-        if spec.centred and spec.keys not in ROW_CODECS:
-            reasons.append(f"centred has no meaning with keys={spec.keys!r}, which are not coded row by row")
-        return reasons
+    def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
+        """The policy of all heads where ranks have ``groups`` of them, which cannot share what a part finds in several
+        heads."""
+        return spec
+
+    @classmethod
+    def of_heads(cls, spec: KVSpec, shape: ModelShape, heads: int) -> KVSpec:
+        """A resolved policy as it is for ``heads`` of the kv heads of ``shape``, one of those groups."""
+        return spec
 
     @property
     def fits_on_earlier(self) -> bool:
@@ -242,6 +275,7 @@ class IndexPart(Part):
             that from ``exclude``.
     """
 
+    axis = "index"
     samples: ClassVar[bool] = False
     reads_excluded: ClassVar[bool] = True
 
@@ -308,6 +342,8 @@ class RankedIndex(IndexPart):
 
 class ValuePart(Part):
     """How values are stored."""
+
+    axis = "values"
 
     @property
     def placed_field(self) -> Field:

@@ -5,7 +5,7 @@ ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d]
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,11 +16,12 @@ from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, FittedTokens, KeyPart, SealedTokens
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import ModelShape, share
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
+from shadowkv.settings import setting
 
 KEPT_ENERGY = "kept_energy"
 """The state field with the share of the keys' squared norm that the subspace keeps."""
@@ -40,32 +41,63 @@ class LowRankKeys(KeyPart):
     diagnostics = (KEPT_ENERGY,)
     fits_on_earlier = True
 
+    @dataclass(frozen=True)
+    class Settings:
+        """``key_groups`` are as tensor-parallel ranks have them: the dimensions are divided in proportion to heads,
+        rounded up to a multiple of 32 (``ranks``)."""
+
+        rank: int | None = setting(None, "keys", "dimensions of the low-rank keys (default: by model)")
+        key_groups: int = setting(1, "keys", "groups of kv heads, each with low-rank keys of its own")
+
     @classmethod
-    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
+    def with_defaults(cls, settings: Settings, shape: ModelShape) -> Settings:
         """Rank 5/32 of H*d (the paper's 160 of 1,024), but 1/2 where H*d < 512: keys of few kv heads are less low-rank.
         Those of a single one share nothing with others': it keeps all its dimensions. Rounded up to a multiple of 32
         where there is room: tensor cores take that many at a time."""
-        if spec.rank is not None:
-            return spec
-        share = 1 if shape.num_kv_heads == 1 else 1 / 2 if shape.kv_dim < 512 else 5 / 32
-        rank = round(shape.kv_dim * share)
-        return replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
+        if settings.rank is not None:
+            return settings
+        part = 1 if shape.num_kv_heads == 1 else 1 / 2 if shape.kv_dim < 512 else 5 / 32
+        rank = round(shape.kv_dim * part)
+        return replace(settings, rank=min(-(-rank // 32) * 32, shape.kv_dim))
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons, heads = super().unsupported(spec, shape), shape.num_kv_heads
-        if not 1 <= (spec.rank or 0) <= shape.kv_dim:
-            reasons.append(f"rank={spec.rank} is not between 1 and H*d={shape.kv_dim} of this model")
-        if not 1 <= spec.key_groups <= heads:
-            return [*reasons, f"key_groups={spec.key_groups} is not between 1 and the model's {heads} kv heads"]
-        multiple, rank = LATENT_CODECS[spec.keys].rank_multiple, sum(rank for rank, _ in spec.key_ranks(shape))
+        reasons, heads, own = super().unsupported(spec, shape), shape.num_kv_heads, cls.settings_of(spec)
+        if not 1 <= own.rank <= shape.kv_dim:
+            reasons.append(f"rank={own.rank} is not between 1 and H*d={shape.kv_dim} of this model")
+        if not 1 <= own.key_groups <= heads:
+            return [*reasons, f"key_groups={own.key_groups} is not between 1 and the model's {heads} kv heads"]
+        multiple, rank = LATENT_CODECS[spec.keys].rank_multiple, sum(rank for rank, _ in ranks(own, shape))
         if rank % multiple:
             reasons.append(f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}")
         return reasons
 
+    @classmethod
+    def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
+        """Every group with low-rank keys of its own; raises ValueError where it has another number of them."""
+        given = cls.settings_of(spec).key_groups
+        if given not in (1, groups):
+            raise ValueError(f"key_groups={given} is not the {groups} groups of heads that the ranks have")
+        return spec.changed(**{"keys.key_groups": groups})
+
+    @classmethod
+    def of_heads(cls, spec: KVSpec, shape: ModelShape, heads: int) -> KVSpec:
+        rank = _rank_of_heads(cls.settings_of(spec).rank, shape, heads)
+        return spec.changed(**{"keys.rank": rank, "keys.key_groups": 1})
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        groups = ranks(cls.settings_of(spec), shape)
+        return " + ".join(f"rank {rank} of {(last - first) * shape.head_dim}" for rank, (first, last) in groups)
+
+    @cached_property
+    def ranks(self) -> list[tuple[int, tuple[int, int]]]:
+        """``ranks`` of its settings."""
+        return ranks(self.settings, self.shape)
+
     @property
     def rank(self) -> int:
-        return sum(rank for rank, _ in self.spec.key_ranks(self.shape))
+        return sum(rank for rank, _ in self.ranks)
 
     def rebuilt_bytes(self, selected: int, sealed: int) -> float:
         """Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can
@@ -74,7 +106,7 @@ class LowRankKeys(KeyPart):
 
     @cached_property
     def codec(self) -> LatentCodec:
-        return LATENT_CODECS[self.spec.keys].of_groups([rank for rank, _ in self.spec.key_ranks(self.shape)])
+        return LATENT_CODECS[self.spec.keys].of_groups([rank for rank, _ in self.ranks])
 
     @property
     def codec_id(self) -> int:
@@ -97,7 +129,7 @@ class LowRankKeys(KeyPart):
         centred and multiplied; for groups of heads, all rows of a group as well."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
-        return rows if self.spec.key_groups == 1 else rows + size * tokens // self.spec.key_groups
+        return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
@@ -120,7 +152,7 @@ class LowRankKeys(KeyPart):
     def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,
         and the strongest of all groups come first (``LatentCodec.of_groups``)."""
-        groups = self.spec.key_ranks(self.shape)
+        groups = self.ranks
         if len(groups) == 1:
             result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
             return result
@@ -152,3 +184,19 @@ class LowRankKeys(KeyPart):
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
     """The share of keys' squared norm that a basis keeps, float32 [M], from what ``low_rank_basis`` returns."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)
+
+
+def ranks(settings: LowRankKeys.Settings, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
+    """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1."""
+    assert settings.rank is not None, "the policy must be resolved"
+    groups = settings.key_groups
+    heads = [share(shape.num_kv_heads, group, groups) for group in range(groups)]
+    if groups == 1:
+        return [(settings.rank, heads[0])]
+    return [(_rank_of_heads(settings.rank, shape, last - first), (first, last)) for first, last in heads]
+
+
+def _rank_of_heads(rank: int, shape: ModelShape, heads: int) -> int:
+    """The part of ``rank`` dimensions that so many heads have."""
+    own = -(-rank * heads // shape.num_kv_heads)
+    return min(-(-own // 32) * 32, heads * shape.head_dim)

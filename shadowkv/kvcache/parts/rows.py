@@ -5,7 +5,7 @@ A row is one token of one head. Values are on the device or the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRo
 from shadowkv.ops.codec import RowCodec
 from shadowkv.ops.quantise_rows import in_one_pass
 from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
+from shadowkv.settings import setting
 
 KEY_MEAN = "key_mean"
 """State field with the mean key that centred keys are stored without."""
@@ -142,36 +143,53 @@ class CodedPart(Part):
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
 
+    @dataclass(frozen=True)
+    class Settings:
+        """The mean key is subtracted before RoPE: for the same error keys then need about one bit less. Its share of
+        the logits is added when they are attended to."""
+
+        centred: bool | None = setting(
+            None, "keys", "store keys without the mean key of their prompt (default: where keys have a bias)"
+        )
+
     @classmethod
-    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
+    def with_defaults(cls, settings: Settings, shape: ModelShape) -> Settings:
         """Centred where keys have a bias: those of Qwen2.5-1.5B are up to 354, half of them below 1, and with them in
         its keys ``fp8`` finds no needle at all."""
-        return replace(spec, centred=shape.key_bias) if spec.centred is None else spec
+        return cls.Settings(shape.key_bias) if settings.centred is None else settings
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        return "without their mean" if cls.settings_of(spec).centred else ""
+
+    @property
+    def centred(self) -> bool:  # type: ignore[override]
+        return bool(self.settings.centred)
 
     @property
     def fits_on_earlier(self) -> bool:
         """For the mean key, which is then that of all tokens."""
-        return bool(self.spec.centred)
+        return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
+        return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
         """Keys in float32, twice, while they are centred for the codec to learn from, and what learning takes."""
-        centred = 2 * 4 * tokens * self.shape.kv_dim if self.spec.centred and self.learned_fields() else 0
+        centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         rope_keys = tokens.rope_keys
-        if self.spec.centred:
+        if self.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
             if self.learned_fields():  # else a float32 copy of all tokens would be made for nothing
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
-        if not self.spec.centred:
+        if not self.centred:
             self.seal_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
             return
         for some in tokens.split(max(1, CENTRED_AT_ONCE // len(tokens.rope_keys))):
@@ -180,7 +198,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
         rows = self.coded_rows(store, layer, batch, batch.pages)
-        if not self.spec.centred:
+        if not self.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
         # The states of the rows are those of the mean, too.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from shadowkv.kvcache.policy.shape import ModelShape, share
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.ops.page import PAGE as PAGE
 
 DEFAULT_BUDGET = 1 / 64
@@ -38,10 +40,6 @@ ROTATED = "rotated"
 """Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
 
 
-FORMER_NAMES = {"sampled": "drawn"}
-"""Former names of policy fields, as older files have them."""
-
-
 @dataclass(frozen=True)
 class KVSpec:
     """How a sequence's keys and values are kept and found.
@@ -68,19 +66,16 @@ class KVSpec:
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
-        rank: dimensions of the low-rank keys; None picks by model (``LowRankKeys.with_defaults``).
-        key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
-            dimensions are divided in proportion to heads, rounded up to a multiple of 32 (see ``key_ranks``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
         prefill_error: largest standard deviation of what a sampled query of a sparse prefill's tiles attends to, as a
             share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
-        centred: whether coded keys are stored without the mean key of their prompt, subtracted before RoPE:
-            for the same error they need about one bit less. Its share of the logits is added when they are attended to.
-            None is where the model's keys have a bias, without which nothing is left of them in few bits.
         skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
             device, all of them attended to (TurboQuant in vLLM has 2).
+        settings: what its parts have of their own (``parts.Part.Settings``), by name, ``rank``, or with the axis,
+            ``keys.rank``, where two of its parts have a setting of one name. Given as a mapping; kept as sorted pairs,
+            of a resolved policy with their axes.
     """
 
     keys: str = "dense"
@@ -93,13 +88,35 @@ class KVSpec:
     chunk: int = 8
     outliers: int = 0
     local: int = 32
-    rank: int | None = None
-    key_groups: int = 1
     dense_below: int | None = None
     prefill: str | None = None
     prefill_error: float = PREFILL_ERROR
-    centred: bool | None = None
     skip_layers: int = 0
+    settings: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(sorted(dict(self.settings).items())))
+
+    def changed(self, **values: Any) -> KVSpec:
+        """The policy with other values of its own fields, and of settings of its parts by all other names. Settings
+        that name the axis of a part (``keys.centred``) go where another part takes its place."""
+        own = {name: value for name, value in values.items() if name in NAMES}
+        of_parts = {name: value for name, value in values.items() if name not in NAMES}
+        others = {axis for axis in own if own[axis] != getattr(self, axis)}
+
+        def goes(name: str) -> bool:
+            axis, _, plain = name.rpartition(".")
+            return axis in others or plain in of_parts or (not axis and any(n.endswith(f".{name}") for n in of_parts))
+
+        kept = {name: value for name, value in dict(self.settings).items() if not goes(name)}
+        return replace(self, **own, settings=kept | of_parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, and in place of ``settings`` every one of these, without the axis where no other has its name."""
+        settings = dict(self.settings)
+        plain = [name.rpartition(".")[2] for name in settings]
+        names = (one if plain.count(one) == 1 else name for one, name in zip(plain, settings))
+        return {name: getattr(self, name) for name in NAMES} | dict(zip(names, settings.values()))
 
     def contradictions(self, shape: ModelShape) -> list[str]:
         """Why its numbers are invalid for models of ``shape``; its parts say themselves what they cannot do
@@ -143,22 +160,6 @@ class KVSpec:
                 "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
             )
         return reasons
-
-    def key_ranks(self, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
-        """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. For a resolved spec."""
-        assert self.rank is not None, "the spec must be resolved"
-        heads = [share(shape.num_kv_heads, group, self.key_groups) for group in range(self.key_groups)]
-        if self.key_groups == 1:
-            return [(self.rank, heads[0])]
-        return [(self._group_rank(shape, last - first), (first, last)) for first, last in heads]
-
-    def of_heads(self, shape: ModelShape, heads: int) -> KVSpec:
-        """A resolved spec for ``heads`` of a model's kv heads, whose low-rank keys are a group of their own."""
-        return self if self.rank is None else replace(self, rank=self._group_rank(shape, heads), key_groups=1)
-
-    def _group_rank(self, shape: ModelShape, heads: int) -> int:
-        rank = -(-(self.rank or 0) * heads // shape.num_kv_heads)
-        return min(-(-rank // 32) * 32, heads * shape.head_dim)
 
     @property
     def seals(self) -> bool:
@@ -241,31 +242,8 @@ class KVSpec:
         tail = context - PAGE * self.sealed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
 
-    def in_words(self, shape: ModelShape) -> str:
-        """One line that names every part and number of a resolved policy."""
-        prefill = [f"{self.prefill} prefill"] if self.prefill else []
-        if self.prefill == "sparse":
-            prefill = [f"sparse prefill to within {self.prefill_error:.4g} of the attention"]
-        if not self.seals:
-            return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
-        keys = f"{self.keys} keys" + (f" (rank {self._rank_in_words(shape)})" if self.rank is not None else "")
-        keys += " without their mean" if self.centred else ""
-        values = f"{self.values} values on the {self.place}"
-        words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
-        if self.selects:
-            words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
-        words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
-        if self.skip_layers:
-            words.append(f"first and last {self.skip_layers} layers exact")
-        words += prefill
-        return ", ".join(words)
-
-    def _rank_in_words(self, shape: ModelShape) -> str:
-        return " + ".join(
-            f"{rank} of {(last - first) * shape.head_dim}" for rank, (first, last) in self.key_ranks(shape)
-        )
-
-    def _budget_in_words(self) -> str:
+    def budget_in_words(self) -> str:
+        """How much a step selects."""
         words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
         if self.budget is None:
             words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
@@ -274,3 +252,7 @@ class KVSpec:
         if self.sampled:
             words += f" ({self.sampled:.0%} of it sampled)"
         return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"
+
+
+NAMES = tuple(one.name for one in fields(KVSpec) if one.name != "settings")
+"""Fields of a KVSpec that are its own."""

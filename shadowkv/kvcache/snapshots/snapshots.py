@@ -10,7 +10,7 @@ from hashlib import sha256
 import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.policy.spec import FORMER_NAMES, PREFILLS
+from shadowkv.kvcache.policy.spec import PREFILLS
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
@@ -23,9 +23,6 @@ from shadowkv.ops.apply_rope.tables import RopeConfig
 FORMAT = 1
 """Version of snapshots and of all codecs' bytes: to be incremented when either changes and no shape or dtype of a field
 shows it already, as files outlive the program."""
-
-LATER: dict[str, object] = {"skip_layers": 0, "key_groups": 1, "prefill_error": None}
-"""Fields added since the oldest readable files, with the values that those files imply."""
 
 
 class Snapshots:
@@ -164,15 +161,10 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
-    decided = {"prefill_error": error, "centred": bool(spec.centred)}
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": {
-            FORMER_NAMES.get(name, name): value
-            for name, value in {**asdict(spec), **decided}.items()
-            if LATER.get(name) != value
-        },
+        "spec": spec.as_dict() | {"prefill_error": error},
         # What key_bias decides is in the policy, and sinks are in no page.
         "shape": {
             name: value
