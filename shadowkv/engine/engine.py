@@ -87,7 +87,9 @@ class EngineStats:
     """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
 
     ``fetches`` counts from the start, not including the current step. ``prefixes`` are the tiers of the prefix cache,
-    whose host memory is not part of the KV cache's; it is empty where that is off.
+    whose host memory is not part of the KV cache's; it is empty where that is off. ``deferred`` is how many of those
+    that wait do so for what comes from the disk. ``usage`` is the share of the KV cache that requests in flight hold;
+    None unless it was asked for.
     """
 
     running: int
@@ -95,6 +97,8 @@ class EngineStats:
     tiers: dict[str, TierUse]
     fetches: FetchCounts
     prefixes: dict[str, TierStats]
+    deferred: int = 0
+    usage: float | None = None
 
 
 class Engine:
@@ -147,6 +151,7 @@ class Engine:
                 loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
+        self.model_path = str(loaded.path or config.model)
         self.model_config = loaded.config
         overrides = config.override_generation_config or {}
         self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
@@ -258,11 +263,20 @@ class Engine:
         rows = [*self.scheduler.running, *(row for prefill in prefills for row in prefill.rows)]
         return sum(row.request.tenant == tenant for row in rows)
 
-    def stats(self) -> EngineStats:
-        """What is in flight and in memory now; may be called from any thread."""
+    def stats(self, usage: bool = False) -> EngineStats:
+        """What is in flight and in memory now; may be called from any thread. With ``usage`` it takes a while where
+        much is kept."""
         fetches = self.cache.fetches or FetchCounts()
         prefixes = self.scheduler.prefix_cache.stats() if self.config.enable_prefix_caching else {}
-        return EngineStats(self.num_running, len(self.scheduler.waiting), self.cache.use(), fetches, prefixes)
+        return EngineStats(
+            self.num_running,
+            len(self.scheduler.waiting),
+            self.cache.use(),
+            fetches,
+            prefixes,
+            self.scheduler.deferred,
+            self.scheduler.usage if usage else None,
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

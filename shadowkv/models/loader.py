@@ -56,6 +56,7 @@ class LoadedModel:
         name: the catalogue name or hub id it was requested by, or the last part of its path.
         notes: what was done to weights that the user may not expect, one line each.
         sampling: parameters in its generation_config.json.
+        path: its file or folder; None if the weights are dummies.
     """
 
     config: ModelConfig
@@ -65,6 +66,7 @@ class LoadedModel:
     name: str
     notes: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
+    path: Path | None = None
 
 
 def load_config(
@@ -198,7 +200,7 @@ def load_model(
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTISED)
-    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
+    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling, path)
 
 
 def _load(

@@ -170,6 +170,25 @@ class Scheduler:
         lengths = (len(request.prompt_token_ids) for request in self.waiting)
         return sum(length for length in lengths if not self.is_long(length))
 
+    @property
+    def deferred(self) -> int:
+        """Waiting requests for which something is on its way from the disk; may be read from any thread."""
+        return self.prefix_cache.deferred
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many sequences of the model's length the KV cache has room for at once."""
+        length, total = self.cache.max_model_len, self.cache.total
+        need = self.cache.demand(length, length)
+        return min(total[tier] / need[tier] for tier in self.cache.layout.paged if need[tier])
+
+    @property
+    def usage(self) -> float:
+        """The share of the KV cache, 0 to 1, that requests in flight hold, in the tier where it is largest; may be read
+        from any thread. What is kept of others makes room for them, and does not count."""
+        total, reachable = self.cache.total, self._reachable()
+        return max(0.0, *(1 - reachable[tier] / total[tier] for tier in self.cache.layout.paged if total[tier]))
+
     def check_memory(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if the cache has no room for a request of this size even when it is empty."""
         need = self.cache.demand(prompt_tokens, prompt_tokens + max(1, max_tokens) - 1)

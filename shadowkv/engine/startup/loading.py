@@ -24,7 +24,7 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.directory import GENERATION_CONFIG, NUMBERS, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, OVERRIDES, read_sampling
 from shadowkv.models.downloads import Hub
 from shadowkv.models.known import advice
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
@@ -290,8 +290,8 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
 
 def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``defaults`` with ``overrides`` in place of their own, if a request may ask for them; raises ValueError."""
-    if unknown := [name for name in overrides if name not in NUMBERS]:
-        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(NUMBERS)}"
+    if unknown := [name for name in overrides if name not in OVERRIDES]:
+        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(OVERRIDES)}"
         also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""
         names = ["override_generation_config", "default_max_tokens"]
         raise SettingsError(f"override_generation_config {reason}{also}", names)
@@ -310,5 +310,5 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
 def describe_defaults(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
     """Lines for the start of a server; ``overridden`` says whether some are not those of a file."""
     source = f"{GENERATION_CONFIG}, overridden" if overridden else GENERATION_CONFIG
-    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    values = ", ".join(f"{name} {value if name == 'seed' else f'{value:g}'}" for name, value in defaults.items())
     return [f"sample  {values} where a request does not say ({source})"] if defaults else []
