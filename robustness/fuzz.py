@@ -106,7 +106,16 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
         {"type": "json_object"},
         *({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in SCHEMAS),
     ),
-    "prompt": ("abc", "Hello, ", ["a", "b"], [1, 2, 3], [[1, 2], [3]], "x" * 520, {"prompt_string": "abc"}),
+    "prompt": (
+        "abc",
+        "Hello, ",
+        ["a", "b"],
+        [1, 2, 3],
+        [[1, 2], [3]],
+        "x" * 520,
+        {"prompt_string": "abc"},
+        [1, "ab", 2],
+    ),
     "messages": (
         [{"role": "user", "content": "Hi"}],
         [{"role": "system", "content": ""}, {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}],

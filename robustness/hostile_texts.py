@@ -36,7 +36,7 @@ from shadowkv.serve.bodies.reader import IDLE_SECONDS
 
 AT_ONCE, CHARS = 12, 7_900_000
 OTHERS_CHARS = 75_000
-MOST_SECONDS, MOST_HEALTH_SECONDS, MOST_MIB, MOST_TO_END = 0.3, 0.3, 100, 12.0
+MAX_SECONDS, MAX_HEALTH_SECONDS, MAX_MIB, MAX_TO_END = 0.3, 0.3, 100, 12.0
 """What must hold: of the other key's answers and of /health at the 99th percentile, of memory beyond that before and
 the bodies themselves, of what is kept of it, and from SIGTERM to the end."""
 BODIES_MIB = AT_ONCE * CHARS >> 20
@@ -189,14 +189,14 @@ def _end(url: str, process: subprocess.Popen[str], attackers: ProcessPoolExecuto
 def wrong(name: str, figures: Any) -> list[str]:
     """What is not as it must be."""
     if name == "mib kept":
-        return [f"{figures} MiB are kept"] if figures > MOST_MIB else []
+        return [f"{figures} MiB are kept"] if figures > MAX_MIB else []
     found = []
     if name == "the end":
-        found += ["it ends late"] if figures["seconds"] > MOST_TO_END else []
+        found += ["it ends late"] if figures["seconds"] > MAX_TO_END else []
     else:
-        found += ["the other key waits"] if figures["other_key_p99_s"] > MOST_SECONDS else []
-        found += ["/health waits"] if figures["health_p99_s"] > MOST_HEALTH_SECONDS else []
-        found += ["memory"] if figures.get("more_mib", 0) > MOST_MIB + BODIES_MIB else []
+        found += ["the other key waits"] if figures["other_key_p99_s"] > MAX_SECONDS else []
+        found += ["/health waits"] if figures["health_p99_s"] > MAX_HEALTH_SECONDS else []
+        found += ["memory"] if figures.get("more_mib", 0) > MAX_MIB + BODIES_MIB else []
     for answer in figures.get("answers", {}):
         if "application/json" not in answer or answer.startswith("500"):
             found.append(answer)

@@ -45,7 +45,7 @@ from shadowkv.prefix_cache.page_names import PageNames
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
 """An opening question is longer than what stays exact after a document, which is then sealed as its prompt is."""
-LEAST_SECONDS, LOOK_SECONDS = 0.2, 0.002
+MIN_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]
 """A document's number, and that of a question about it; 0 opens the document."""
@@ -222,7 +222,7 @@ class Sweep:
         """Waits for the moment of a kill: any, or every other time one when something has been answered and a file
         is half written, if that occurs."""
         if self.counts["kills"] % 2 == 0:
-            await asyncio.sleep(self.random.uniform(LEAST_SECONDS, self.args.seconds))
+            await asyncio.sleep(self.random.uniform(MIN_SECONDS, self.args.seconds))
             return
         answered, deadline = self.counts["answered"], time.monotonic() + self.args.seconds
         left = set(directory.glob(f"{TEMPORARY}*"))  # by earlier kills

@@ -26,7 +26,7 @@ from shadowkv.eval.provenance import provenance
 AT_ONCE = 8
 LOOKS = 6
 """At the memory, while bodies are sent."""
-MOST_MIB = 32
+MAX_MIB = 32
 """That the process for HTTP may grow by after the first look."""
 
 
@@ -78,7 +78,7 @@ def main() -> int:
     grown = found["mib"][-1]["http"] - found["mib"][1]["http"]
     failed = {status: count for status, count in found["statuses"].items() if status.startswith("5")}
     print(f"HTTP's process grew by {grown} MiB after the first look; {found['statuses']}")
-    return 1 if grown > MOST_MIB or failed else 0
+    return 1 if grown > MAX_MIB or failed else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ SECONDS = 900
 PROMPTS, ANSWER_TOKENS = 200, 64
 QUESTION_TOKENS = 12
 GRAMMARS = 12
-MOST_RATIO, MOST_TO_END = 1.2, 12.0
+MAX_RATIO, MAX_TO_END = 1.2, 12.0
 COUNT = "import os\nos.nice(19)\nwhile True: pass"
 VOCABULARY = 250
 """Token ids of prompts: any model has these."""
@@ -230,7 +230,7 @@ def grammars(args: argparse.Namespace) -> dict[str, Any]:
         "ratio_of_p99": round(ratio, 2),
         "answers_of_the_attack": answers,
         "seconds_from_sigterm_to_the_end": round(to_end, 1),
-        "ok": ratio <= MOST_RATIO and to_end <= MOST_TO_END,
+        "ok": ratio <= MAX_RATIO and to_end <= MAX_TO_END,
     }
 
 

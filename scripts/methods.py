@@ -139,7 +139,7 @@ METHODS = (
     ),
     Method(
         "indexes of other papers, the oracle",
-        _parts("index_plain", "index_pca", "index_skewed", "index_trig", "index_votes"),
+        _parts("index_plain", "index_loki", "index_infinigen", "index_triattention", "index_snapkv"),
         (),
         (),
         ("kvcache/test_policies.py", "kvcache/test_trig.py"),
@@ -188,7 +188,7 @@ METHODS = (
     ),
     Method(
         "Shard",
-        (*_parts("keys_mixed"), *_codecs("vectors")),
+        (*_parts("keys_shard"), *_codecs("vectors")),
         ("project_latents", "quantise_rows", "attend_coded"),
         ("kernels/attend_mixed_sm90",),
         ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py", "ops/test_cuda_attend_mixed.py"),

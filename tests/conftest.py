@@ -93,8 +93,8 @@ def disks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cached does not depend on the machine. A test that is about the waiting sets its own."""
     for place, value in (("named.handovers", 120.0), ("copies.chains", 120.0)):
         monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.FETCH_SECONDS", value)
-        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.MOST_FETCH_SECONDS", value)
-    monkeypatch.setattr("shadowkv.prefix_cache.named.saves.MOST_FETCH_SECONDS", 120.0)
+        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.MAX_FETCH_SECONDS", value)
+    monkeypatch.setattr("shadowkv.prefix_cache.named.saves.MAX_FETCH_SECONDS", 120.0)
     monkeypatch.setattr("shadowkv.prefix_cache.copies.disk_reports.OPENING_SECONDS", 120.0)
     monkeypatch.setattr("shadowkv.prefix_cache.copies.chains.Chains.seconds", lambda *_: 0.0)
 

@@ -30,7 +30,7 @@ import httpx
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
 
-MOST_SECONDS = 1800
+MAX_SECONDS = 1800
 """Within which an answer must have come: a model of 1.5B reads 18,000 tokens in minutes."""
 
 
@@ -123,7 +123,7 @@ def opened_page(url: str) -> Iterator[Any]:
         own = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=own, args=["--no-sandbox"])
         page = browser.new_page()
-        page.set_default_timeout(1000 * MOST_SECONDS)
+        page.set_default_timeout(1000 * MAX_SECONDS)
         page.goto(url)
         page.locator("#send:enabled").wait_for()
         yield page

@@ -81,7 +81,8 @@ def native_rules(sampling: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         "logprob_start_len": integer(),
         "rid": short(256),
     }
-    prompt = either(utf8, _is_object_with_text, tokens)
+    mixed = some(either(utf8, integer(0, vocab - 1)), 1, 2048)
+    prompt = either(utf8, _is_object_with_text, tokens, lambda value: _is_mixed(value) and mixed(value))
     bias = either(number(-100, 100), lambda value: value is False)
     completion = {
         **named,
@@ -103,6 +104,11 @@ def native_rules(sampling: dict[str, Rule], vocab: int) -> dict[str, Rule]:
         **dict.fromkeys(COMPLETION, fields(completion, "prompt")),
         APPLY_TEMPLATE: fields(template, "messages"),
     }
+
+
+def _is_mixed(value: Any) -> bool:
+    """Whether it is one prompt, of texts among token ids."""
+    return isinstance(value, list) and set(map(type, value)) == {int, str}
 
 
 def _is_object_with_text(value: Any) -> bool:
@@ -131,11 +137,14 @@ def as_completion(path: str, body: dict[str, Any]) -> dict[str, Any]:
     shared = {name: body[name] for name in SHARED if name in body}
     limit = {} if body.get("n_predict", -1) == -1 else {"max_tokens": body["n_predict"]}
     prompts = body["prompt"]
-    prompts = [*map(_text, prompts)] if isinstance(prompts, list) else _text(prompts)
+    is_list = isinstance(prompts, list) and not _is_mixed(prompts)
+    prompts = [*map(_text, prompts)] if is_list else _text(prompts)
     return {"prompt": prompts, **limit, **shared}
 
 
 def _text(prompt: Any) -> Any:
+    if _is_mixed(prompt):  # as many tokens in a text
+        return "".join(piece if isinstance(piece, str) else "a" for piece in prompt)
     return prompt["prompt_string"] if isinstance(prompt, dict) else prompt
 
 

@@ -32,12 +32,12 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
 from shadowkv.engine.scheduling.held_rows import Chosen, Selected
 from shadowkv.engine.scheduling.pacing import Pace
-from shadowkv.engine.scheduling.prefill_queue import PrefillAtWork, PrefillQueue
+from shadowkv.engine.scheduling.prefill_queue import PrefillInFlight, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.startup.loading import (
     checked_defaults,
     current,
-    defaults_in_words,
+    describe_defaults,
     device_of,
     graphs_up_to,
     load_engine_parts,
@@ -87,7 +87,9 @@ class EngineStats:
     """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
 
     ``fetches`` counts from the start, not including the current step. ``prefixes`` are the tiers of the prefix cache,
-    whose host memory is not part of the KV cache's; it is empty where that is off.
+    whose host memory is not part of the KV cache's; it is empty where that is off. ``deferred`` is how many of those
+    that wait do so for what comes from the disk. ``usage`` is the share of the KV cache that requests in flight hold;
+    None unless it was asked for.
     """
 
     running: int
@@ -95,6 +97,8 @@ class EngineStats:
     tiers: dict[str, TierUse]
     fetches: FetchCounts
     prefixes: dict[str, TierStats]
+    deferred: int = 0
+    usage: float | None = None
 
 
 class Engine:
@@ -147,10 +151,11 @@ class Engine:
                 loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
+        self.model_path = str(loaded.path or config.model)
         self.model_config = loaded.config
         overrides = config.override_generation_config or {}
         self.sampling_defaults = checked_defaults(loaded.sampling if asked is None else asked, overrides)
-        self.notes += defaults_in_words(self.sampling_defaults, bool(overrides))
+        self.notes += describe_defaults(self.sampling_defaults, bool(overrides))
         self.pace = Pace()
         self.scheduler = Scheduler(
             self.cache,
@@ -245,7 +250,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self.prefill_queue.at_work)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.prefill_queue.in_flight)
 
     @property
     def num_running(self) -> int:
@@ -254,22 +259,31 @@ class Engine:
 
     def num_running_of(self, tenant: str) -> int:
         """The same, of one tenant; may be called from any thread."""
-        prefills = [*self.prefill_queue.at_work]
+        prefills = [*self.prefill_queue.in_flight]
         rows = [*self.scheduler.running, *(row for prefill in prefills for row in prefill.rows)]
         return sum(row.request.tenant == tenant for row in rows)
 
-    def stats(self) -> EngineStats:
-        """What is in flight and in memory now; may be called from any thread."""
+    def stats(self, usage: bool = False) -> EngineStats:
+        """What is in flight and in memory now; may be called from any thread. With ``usage`` it takes a while where
+        much is kept."""
         fetches = self.cache.fetches or FetchCounts()
         prefixes = self.scheduler.prefix_cache.stats() if self.config.enable_prefix_caching else {}
-        return EngineStats(self.num_running, len(self.scheduler.waiting), self.cache.use(), fetches, prefixes)
+        return EngineStats(
+            self.num_running,
+            len(self.scheduler.waiting),
+            self.cache.use(),
+            fetches,
+            prefixes,
+            self.scheduler.deferred,
+            self.scheduler.usage if usage else None,
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     @property
     def waits_for_rules(self) -> bool:
         """Whether a step could only choose tokens of sequences whose grammars are not ready yet."""
-        return bool(self.scheduler.running) and self.decode_steps.idle and not self.prefill_queue.at_work
+        return bool(self.scheduler.running) and self.decode_steps.idle and not self.prefill_queue.in_flight
 
     def step(self, wait: bool = True) -> list[TokenOutput]:
         """One round of prefill and of decode steps; returns what it added to each request. Where all wait for their
@@ -278,10 +292,10 @@ class Engine:
         with current(self.device):
             if (joining := self._start_prefill()) is not None:
                 outputs += self._join(joining)
-            elif self.prefill_queue.at_work:
+            elif self.prefill_queue.in_flight:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
-                outputs += self._decode(wait and not outputs and not self.prefill_queue.at_work)
+                outputs += self._decode(wait and not outputs and not self.prefill_queue.in_flight)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
             self._ranks.check()
@@ -312,7 +326,7 @@ class Engine:
         step = self.decode_steps.seconds
         return max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
 
-    def _start_prefill(self) -> PrefillAtWork | None:
+    def _start_prefill(self) -> PrefillInFlight | None:
         """Starts a prefill if it is the turn of requests; returns it where the next decode step is to compute it."""
         if self.decode_steps.idle:
             self.prefill_queue.start()
@@ -325,7 +339,7 @@ class Engine:
         self.prefill_queue.start(self.pace.tokens(self._prefill_seconds(packed)))
         return self.prefill_queue.joining(self._prefill_seconds(alone))
 
-    def _join(self, prefill: PrefillAtWork) -> list[TokenOutput]:
+    def _join(self, prefill: PrefillInFlight) -> list[TokenOutput]:
         try:
             with torch.inference_mode():
                 if not self.decode_steps.join(prefill.rows):
@@ -337,7 +351,7 @@ class Engine:
         return []
 
     def _advance_prefill(self) -> list[TokenOutput]:
-        seconds, prefill = IDLE_PREFILL_SECONDS, self.prefill_queue.at_work[-1]
+        seconds, prefill = IDLE_PREFILL_SECONDS, self.prefill_queue.in_flight[-1]
         if not self.decode_steps.idle:
             more = len(self.scheduler.waiting) > len(self.scheduler.running)
             queued = more and self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
@@ -347,10 +361,10 @@ class Engine:
         try:
             ended = self.prefill_queue.advance(seconds)
         except BaseException as error:
-            return self._prefill_failed(self.prefill_queue.at_work[-1], error)
+            return self._prefill_failed(self.prefill_queue.in_flight[-1], error)
         return self._progress(prefill) if ended is None else self._end_prefill(*ended)
 
-    def _progress(self, prefill: PrefillAtWork) -> list[TokenOutput]:
+    def _progress(self, prefill: PrefillInFlight) -> list[TokenOutput]:
         """How far a prefill has come, for those of its requests that ask for it."""
         outputs = []
         for request, left in zip((running.request for running in prefill.rows), prefill.tokens_left, strict=True):
@@ -359,7 +373,7 @@ class Engine:
                 output.prefilled = len(request.prompt_token_ids) - left
         return outputs
 
-    def _prefill_failed(self, prefill: PrefillAtWork, error: BaseException) -> list[TokenOutput]:
+    def _prefill_failed(self, prefill: PrefillInFlight, error: BaseException) -> list[TokenOutput]:
         """Ends the requests of a prefill that has failed; raises ``error`` where that is not all."""
         dropped = self._drop_prefill(prefill)
         if not isinstance(error, Exception):
@@ -367,7 +381,7 @@ class Engine:
         message = _explain(error)
         return [self._error(request, message) for request in dropped]
 
-    def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
+    def _end_prefill(self, prefill: PrefillInFlight, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
@@ -378,21 +392,21 @@ class Engine:
             done[row].prompt_hidden = hidden[row] if hidden else None
         return self._take_tokens(*self.decode_steps.held.choose([done[row] for row in rows], logits[rows], {}))
 
-    def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
+    def _drop_prefill(self, prefill: PrefillInFlight) -> list[Request]:
         """Frees what a prefill owns; returns its requests that were not aborted."""
         self.prefill_queue.drop(prefill)
         requests = [running.request for running in prefill.rows if running.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
         return requests
 
-    def _end_aborted(self, prefill: PrefillAtWork) -> None:
+    def _end_aborted(self, prefill: PrefillInFlight) -> None:
         """Ends those requests of a prefill that were aborted before it was computed."""
         for running in prefill.rows:
             if running.request.request_id in self._aborted:
                 self.scheduler.finish(running, keep=False)
         self._forget_aborted(prefill)
 
-    def _forget_aborted(self, prefill: PrefillAtWork) -> None:
+    def _forget_aborted(self, prefill: PrefillInFlight) -> None:
         self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
     def _decode(self, wait: bool) -> list[TokenOutput]:

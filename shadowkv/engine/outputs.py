@@ -107,6 +107,11 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     prefilled: int | None = None
     error_code: ErrorCode | None = None
 
+    @property
+    def is_progress(self) -> bool:
+        """Whether it says only how far the prompt has come."""
+        return self.prefilled is not None and not self.token_ids and self.finish_reason is None
+
 
 @dataclass
 class TextOutput:

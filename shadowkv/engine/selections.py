@@ -34,7 +34,7 @@ GROUPS = 4
 """Groups of layers, of one layer each in models with fewer. A step reports one layer of each, the next step the next
 one: weighting what is selected in every layer would take a fifth of a step of a small model on a CPU."""
 
-MOST_CELLS = 64
+MAX_CELLS = 64
 """Cells reported per group: those with the largest weights."""
 
 
@@ -169,7 +169,7 @@ class SelectionRecord:
     def _of(self, number: int, weights: np.ndarray) -> TokenSelections:
         groups = []
         for layers, layer, of_cells in zip(self._groups, self._layers[number], weights, strict=True):
-            cells = np.sort(np.argsort(-of_cells, kind="stable")[:MOST_CELLS])
+            cells = np.sort(np.argsort(-of_cells, kind="stable")[:MAX_CELLS])
             cells = cells[of_cells[cells] > 0]
             groups.append(
                 LayerGroup((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())

@@ -92,6 +92,9 @@ FLAGS = (
     _no_effect("--numa-bind", words="the system places processes; numactl before the command binds them", values=0),
     _no_effect("--distributed-executor-backend", words="ranks are processes of this machine", fine=("mp",)),
     _no_effect("--max-parallel-loading-workers", words="every rank loads its own part"),
+    _no_effect(
+        "--skip-tokenizer-init", words="requests may have token ids, and return_token_ids; texts, too", values=0
+    ),
     _no_effect("--trust-remote-code", words=_NO_CODE, values=0),
     _no_effect("--code-revision", words=_NO_CODE),
     _no_effect("--model-impl", words="models are the engine's own", fine=("auto",)),
@@ -149,7 +152,6 @@ FLAGS = (
     _refused("--ignore-patterns", words=_FILES, values="+", fine=("original/**/*",)),
     _refused("--tokenizer-mode", words="the model's tokenizer.json, or that of --tokenizer", fine=("auto", "hf")),
     _refused("--tokenizer-revision", words="--revision is for both"),
-    _refused("--skip-tokenizer-init", words="the API takes and gives text", values=0),
     _refused("--hf-token", words="set it as HF_TOKEN: a command line is visible to every user of the machine"),
     _refused("--runner", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
     _refused("--task", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
@@ -160,7 +162,6 @@ FLAGS = (
     _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
     _refused("--middleware", words=_PLUGINS),
     _refused("--tool-parser-plugin", words=f"{_PLUGINS}; --tool-call-parser has the known formats"),
-    _refused("--uds", words="--host and --port"),
     _refused("--ssl-ciphers", words="they are Python's own; others need a proxy that ends TLS"),
     _refused("--enable-ssl-refresh", words="a new certificate needs a restart, or a proxy that ends TLS", values=0),
     _refused("--log-config-file", words="the log goes to stderr: --uvicorn-log-level LEVEL"),

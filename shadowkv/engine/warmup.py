@@ -16,14 +16,14 @@ import torch
 from tqdm import tqdm
 
 from shadowkv.engine.engine import Engine, interrupts_deferred
-from shadowkv.engine.execution.cuda_graphs import MOST_GRAPHS
+from shadowkv.engine.execution.cuda_graphs import MAX_GRAPHS
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
 from shadowkv.kvcache.decode.batch import DecodePlan
-from shadowkv.kvcache.decode.planning import FEWEST_EXACT_PAGES, round_up
+from shadowkv.kvcache.decode.planning import MIN_EXACT_PAGES, round_up
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.wording import counted
@@ -135,7 +135,7 @@ class GraphGrid:
                 if graphs.has(plan, batch, rows):
                     continue
                 free = free_bytes(device)
-                if len(graphs.graphs) >= MOST_GRAPHS // 2 or self._bytes > GRID_BYTES:
+                if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
                     return
                 runner.prepare(plan, batch, rows)
                 self._count, self._bytes = self._count + 1, self._bytes + free - free_bytes(device)
@@ -175,9 +175,9 @@ def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
 
 def _lengths(engine: Engine) -> list[int]:
     """Lengths that lead to graphs of their own, in ascending order."""
-    pages = {round_up(count) for count in range(FEWEST_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
+    pages = {round_up(count) for count in range(MIN_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
     longest = engine.max_model_len - 1
-    return sorted({min(PAGE * count - 1, longest) for count in pages or {FEWEST_EXACT_PAGES}})
+    return sorted({min(PAGE * count - 1, longest) for count in pages or {MIN_EXACT_PAGES}})
 
 
 def free_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from shadowkv.kvcache.batch import Batch as Parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -172,12 +172,12 @@ class Batch:
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
         layout = Layout(self.spec, self.config.shape, dtype, self.max_model_len, fetch_buffer)
         need = layout.most_demand(self.max_model_len)
-        outliers = MOST_SEGMENTS * -(-self.spec.outlier_pages // layout.main.exact_per_block)
+        outliers = MAX_SEGMENTS * -(-self.spec.outlier_pages // layout.main.exact_per_block)
         return KVCache(
             layout,
             self.config.rope,
             # The first one's spare states are those of all segments that it may have; the others need as many.
-            slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.learns else rows,
+            slots=rows + (rows - 1) * (MAX_SEGMENTS - 1) if layout.learns else rows,
             memory=Blocks({kind: rows * need[kind] for kind in layout.paged}) + Blocks(device=rows * outliers),
             ops=choose_ops(layout, self.config.rope, device),
             device=device,

@@ -147,7 +147,7 @@ class Decoder(nn.Module):
         return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
 
     @property
-    def weights_in_words(self) -> str:
+    def weights_description(self) -> str:
         """How weights are stored."""
         dtype, forms = str(self.dtype).removeprefix("torch."), " and ".join(self.forms)
         if self.config.quantization is None:

@@ -19,6 +19,9 @@ GENERATION_CONFIG = "generation_config.json"
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 """The parameters that are used from it, as in vLLM, and their types."""
 
+OVERRIDES = (*NUMBERS, "seed")
+"""Those that a server may have defaults of its own for."""
+
 
 def read_sampling(directory: Path) -> dict[str, float]:
     """Sampling parameters that a model's authors recommend, in its generation_config.json: none without that file.

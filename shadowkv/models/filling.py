@@ -9,7 +9,7 @@ from torch import nn
 
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
-from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, dense, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.families.weight_names import Target, Targets
@@ -41,7 +41,7 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
             problems.append(f"shape: {name} is {shape}, needs {needed}")
     problems += [f"missing: {name}" for name in targets if name not in shapes]
     if problems:
-        raise ValueError(f"the weights do not fit the config: {in_words(problems)}")
+        raise ValueError(f"the weights do not fit the config: {join_reasons(problems)}")
 
 
 @torch.no_grad()

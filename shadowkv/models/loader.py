@@ -37,7 +37,7 @@ from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve,
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 from shadowkv.ops.quantised.rows import Form
-from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
+from shadowkv.ops.scaled_matmul.cuda import MIN_CAPABILITY
 from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
 Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
@@ -56,6 +56,7 @@ class LoadedModel:
         name: the catalogue name or hub id it was requested by, or the last part of its path.
         notes: what was done to weights that the user may not expect, one line each.
         sampling: parameters in its generation_config.json.
+        path: its file or folder; None if the weights are dummies.
     """
 
     config: ModelConfig
@@ -65,6 +66,7 @@ class LoadedModel:
     name: str
     notes: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
+    path: Path | None = None
 
 
 def load_config(
@@ -198,7 +200,7 @@ def load_model(
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTISED)
-    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling)
+    return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling, path)
 
 
 def _load(
@@ -443,7 +445,7 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
         halved = need - plain // 2 <= free
         advice = ("pass dtype='bfloat16', " if halved else "") + "use a smaller model or free memory"
         raise OutOfMemory(
-            f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
+            f"the weights need {need / GIB:.2f} GiB as {outline.weights_description} on {device}, "
             f"{free / GIB:.2f} GiB are free; {advice}",
             ["dtype"],
         )
@@ -451,11 +453,11 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a model cannot run there with fp8 weights and everything else in ``dtype``; None if it can."""
-    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*LEAST_CAPABILITY)
+    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*MIN_CAPABILITY)
     if device.type != "cuda":
         return f"{least}, and the device is {device}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         return f"{least}, and {torch.cuda.get_device_name(device)} ({device}) has {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
         return f"fp8 goes with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"

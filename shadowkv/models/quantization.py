@@ -9,8 +9,8 @@ from typing import Any
 from shadowkv.models.checkpoints.files import (
     OTHER_MODEL,
     ModelFileError,
-    in_words,
     is_there,
+    join_reasons,
     read_json,
     unsupported,
 )
@@ -85,7 +85,7 @@ def _read(file: Path, name: str, stated: Any, model_type: Any, writer: str | Non
         reasons.append(unsupported("model_type", str(model_type), FAMILIES))
         remedy = OTHER_MODEL
     if reasons:
-        raise ModelFileError(file, in_words(reasons), remedy)
+        raise ModelFileError(file, join_reasons(reasons), remedy)
     return format
 
 

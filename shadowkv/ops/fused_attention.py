@@ -13,7 +13,7 @@ from torch import Tensor
 from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-FEWEST_TILES = 64
+MIN_TILES = 64
 """Fewest tiles, over all query heads, for which our kernel is the faster one: they keep about half of a Hopper's
 multiprocessors busy."""
 
@@ -27,7 +27,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tu
 
 def attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Same as ``block_attention`` on a Hopper, for 16-bit dtypes and head dims of 64 or 128: by our kernel from
-    ``FEWEST_TILES`` tiles of queries on, and by flash attention below."""
-    if q.shape[1] * -(-len(q) // BLOCK) < FEWEST_TILES:
+    ``MIN_TILES`` tiles of queries on, and by flash attention below."""
+    if q.shape[1] * -(-len(q) // BLOCK) < MIN_TILES:
         return flash_attention(q, k, v, causal)
     return attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-MOST_BITS = 20
+MAX_BITS = 20
 """A chance is a multiple of 2**-20, or of a larger unit if the sum of all chances would take more than 31 bits."""
 CAUTION = 0.97
 """What chances sum up to, as a share of all that may be sampled: a kernel knows the sum of all weights only roughly
@@ -62,7 +62,7 @@ def systematic_sample(
     Returns:
         bool [..., n], what is selected, and float32 [..., n], the chances.
     """
-    bits = (31 - torch.frexp(wanted.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
+    bits = (31 - torch.frexp(wanted.clamp(min=1).double()).exponent).clamp(max=MAX_BITS).long()[..., None]
     top = _above_bins(values, top_k)
     left = values.float().masked_fill(top, float("-inf"))
     edge = left.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float16).min)

@@ -21,7 +21,7 @@ from shadowkv.models.storage import on_gpus, planned_runs
 from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
-MOST_GPUS = 64
+MAX_GPUS = 64
 """As many as ``Planner.gpus_needed`` tries."""
 
 
@@ -96,7 +96,7 @@ class Plan:
         single: floor of a step with one sequence.
         largest: floor of a step with the largest batch; None if not even one sequence fits.
         gpus_needed: GPUs, of each replica, on which one sequence fits: as many as were planned with, or a power of two;
-            None where more than ``MOST_GPUS`` would be needed, or more host memory.
+            None where more than ``MAX_GPUS`` would be needed, or more host memory.
     """
 
     kv: str
@@ -153,7 +153,7 @@ class Planner:
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
         model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
-        self.weights, self.weight_bytes = model.weights_in_words, model.num_packed_bytes
+        self.weights, self.weight_bytes = model.weights_description, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
@@ -202,7 +202,7 @@ class Planner:
 
     def _gpus_needed(self, spec: KVSpec) -> int | None:
         size = 2
-        while size <= MOST_GPUS:
+        while size <= MAX_GPUS:
             if size > self.shard.size:
                 try:
                     shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)

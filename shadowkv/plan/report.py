@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shadowkv.kvcache.parts import in_words
+from shadowkv.kvcache.parts import describe
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.plan.planner import Plan, Planner, StepFloor
 from shadowkv.wording import GIB, counted
@@ -31,7 +31,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
         f"read at {machine.device_bandwidth_tbs:g} TB/s",
         f"host     {host}{copies}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
-        *(f"policy   {plan.kv}: {in_words(plan.spec, shape)}" for plan in plans),
+        *(f"policy   {plan.kv}: {describe(plan.spec, shape)}" for plan in plans),
         "",
     ]
     rows = [("", [plan.kv for plan in plans]), *_rows(plans, machine.kv_offload_gib)]
@@ -181,7 +181,7 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
     return {
         "kv": plan.kv,
         "spec": plan.spec.as_dict(),
-        "spec_in_words": in_words(plan.spec, shape),
+        "spec_in_words": describe(plan.spec, shape),
         "device_bytes_per_sequence": need.device,
         "device_bytes_by_layer_kind": dict(plan.bytes_of_kinds),
         "device_gib_per_sequence": need.device / GIB,

@@ -109,6 +109,11 @@ class PrefixCache:
             self._lookups.note(prompt, match, self.changes)
         return self._lookups.match(prompt)
 
+    @property
+    def deferred(self) -> int:
+        """Waiting prompts for which something is on its way from the disk; may be read from any thread."""
+        return self._lookups.deferred
+
     def forget(self, prompt: Prompt) -> None:
         """Drops a prompt, if it has been looked up."""
         self._lookups.forget(prompt, leave=self.lower is not None)
@@ -251,8 +256,8 @@ class PrefixCache:
         self._cache.release(sequence)
 
     def blocks(self, spare: CachedSequence | None = None) -> Blocks:
-        """What would be free without all kept sequences other than ``spare``."""
-        return self._cache.held(sequence for sequence in self._kept if sequence is not spare)
+        """What would be free without all kept sequences other than ``spare``; may be called from any thread."""
+        return self._cache.held(sequence for sequence in [*self._kept] if sequence is not spare)
 
     def evict(self, spare: CachedSequence | None = None) -> bool:
         """Releases the least recently used kept sequence other than ``spare``; False if there is none."""

@@ -33,7 +33,7 @@ from shadowkv.wording import counted
 CONCURRENCY = 2
 """Requests in flight per running sequence of a replica: the next ones wait in its engine, tokenised."""
 
-MOST_BLOCKS = 10_000
+MAX_BLOCKS = 10_000
 """Most pieces of a file, each answered, and retried, as a whole: one line each if the file has no more lines."""
 
 RETRIES = 3
@@ -166,10 +166,8 @@ def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: i
         }
         if not places:
             return
-        calls = math.ceil(CONCURRENCY * config.max_num_seqs / math.ceil(len(places) / MOST_BLOCKS))
-        records = ray.data.from_items(
-            [*places.values()], override_num_blocks=min(MOST_BLOCKS, len(places))
-        ).map_batches(
+        calls = math.ceil(CONCURRENCY * config.max_num_seqs / math.ceil(len(places) / MAX_BLOCKS))
+        records = ray.data.from_items([*places.values()], override_num_blocks=min(MAX_BLOCKS, len(places))).map_batches(
             Replica,
             fn_constructor_args=(config, model, str(batch.files.input.resolve())),
             batch_size=None,

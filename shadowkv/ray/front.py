@@ -106,7 +106,7 @@ class Front:
         self._handle = handle
         self._answers = handle.options(stream=True, method_name="answer")
         self.bodies = BodyReader(settings.max_body_bytes)
-        self._at_work: set[DeploymentResponseGenerator[Any]] = set()
+        self._in_flight: set[DeploymentResponseGenerator[Any]] = set()
         self._stopped = False
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +131,7 @@ class Front:
     async def stop(self) -> None:
         """Ends requests in progress with an error; nothing more is forwarded."""
         self._stopped = True
-        for response in list(self._at_work):
+        for response in list(self._in_flight):
             await asyncio.to_thread(response.cancel)
 
     async def metrics(self) -> dict[str, bytes]:
@@ -187,7 +187,7 @@ class Front:
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
         """A replica's messages; if this is closed before their end, the replica is notified."""
         response = self._answers.remote(request)
-        self._at_work.add(response)
+        self._in_flight.add(response)
         ended = False
         try:
             yield await asyncio.wait_for(anext(response), ACCEPT_SECONDS)
@@ -195,7 +195,7 @@ class Front:
                 yield item
             ended = True
         finally:
-            self._at_work.discard(response)
+            self._in_flight.discard(response)
             if not ended:
                 response.cancel()
 

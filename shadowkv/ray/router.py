@@ -57,7 +57,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, **options: Any) -> None:
         """Called by Ray Serve with the options of the deployment's config."""
         self._table = PrefixTable(**options)
-        self._at_work: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -68,18 +68,18 @@ class PrefixRouter(RequestRouter):
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if len(replicas) > 1 and request.avoid is not None:
             replicas.pop(request.avoid, None)
-        chosen = self._table.choose(request.prefix, {name: self._at_work[name] for name in replicas})
+        chosen = self._table.choose(request.prefix, {name: self._in_flight[name] for name in replicas})
         return [[replicas.pop(chosen)], [*replicas.values()]]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Called by Ray Serve for every request that is sent."""
         super().on_send_request(replica_id)
-        self._at_work[replica_id.unique_id] += 1
+        self._in_flight[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Ray Serve when a request is over, for whatever reason."""
         super().on_request_completed(replica_id, internal_request_id)
         name = replica_id.unique_id
-        self._at_work[name] -= 1
-        if self._at_work[name] <= 0:  # below: it could not even be sent
-            del self._at_work[name]
+        self._in_flight[name] -= 1
+        if self._in_flight[name] <= 0:  # below: it could not even be sent
+            del self._in_flight[name]

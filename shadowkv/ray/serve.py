@@ -18,7 +18,7 @@ from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import exit_on_signals, run_until_stopped, stops_repeated
-from shadowkv.serve.start import add_arguments, bind, parse_arguments, with_surroundings
+from shadowkv.serve.start import add_arguments, bound_socket, parse_arguments, with_surroundings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             config = EngineConfig.from_args(args)
             settings = with_surroundings(ServerSettings.from_args(args), args)
-            listener = stack.enter_context(bind(args.host, args.port))
+            listener = stack.enter_context(bound_socket(args))
             import ray
             from ray import serve
 

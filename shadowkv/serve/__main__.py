@@ -16,7 +16,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import ENGINE_DIED, run_until_stopped, stops_repeated
-from shadowkv.serve.start import add_arguments, bind, parse_arguments, start_engine, with_surroundings
+from shadowkv.serve.start import add_arguments, bound_socket, parse_arguments, start_engine, with_surroundings
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 stack.enter_context(files.held())
             else:
                 settings = with_surroundings(settings, args)
-                listener = stack.enter_context(bind(args.host, args.port))
+                listener = stack.enter_context(bound_socket(args))
             process = start(config, args.compare)
             stack.callback(process.stop, SHUTDOWN_SECONDS)
             if args.input is None and args.api_server_count == 1:  # others have metrics that are shared first

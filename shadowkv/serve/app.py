@@ -115,7 +115,7 @@ def build_app(
         app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())
     names = dict.fromkeys(settings.served_model_name[1:], engine)
-    app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics))
+    app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics, settings.metrics))
     handle_errors(app)
     return app
 

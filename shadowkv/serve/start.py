@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, add_config_file
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     server.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
+    text = "a Unix domain socket to listen on, instead of --host and --port"
+    server.add_argument("--uds", metavar="FILE", help=text)
     ServerSettings.add_arguments(server)
     text = "a second cache over the same weights, for the page: answers of this policy beside the others, one at a time"
     server.add_argument("--compare", type=policy_name, metavar="POLICY", help=text)
@@ -52,13 +55,49 @@ def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> Ser
     """The settings, with as many connections as the system allows where no flag sets a number, and for the host that is
     listened on; raises ValueError where the environment does not meet a flag's needs."""
     settings.check_surroundings()
-    settings = settings.listening_on(args.host)
+    if args.uds is None:
+        settings = settings.listening_on(args.host)
     connections = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
     return replace(settings, limit_concurrency=connections)
 
 
+@contextmanager
+def bound_socket(args: argparse.Namespace) -> Iterator[socket.socket]:
+    """The socket that the flags name, while the model loads and until the server ends. It does not listen yet, so
+    clients are refused until then. Raises ValueError where it cannot be had."""
+    with bind(args.host, args.port) if args.uds is None else bind_file(args.uds) as listener:
+        try:
+            yield listener
+        finally:
+            if args.uds is not None:
+                Path(args.uds).unlink(missing_ok=True)
+
+
+def bind_file(file: str) -> socket.socket:
+    """A Unix domain socket with this file, in place of one that a server which was killed has left."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            if Path(file).is_socket() and not _is_answered(file):
+                Path(file).unlink()
+            listener.bind(file)
+        except OSError as error:
+            raise ValueError(f"cannot listen on --uds {file}: {error.strerror or error}") from error
+        stack.pop_all()  # bound: the caller closes it
+    return listener
+
+
+def _is_answered(file: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(file)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port while the model loads; it does not listen yet, so clients are refused until then."""
+    """A socket that holds the port."""
     with ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

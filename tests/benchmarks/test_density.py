@@ -24,9 +24,9 @@ BLOCK, open_cache = density.BLOCK, density.open_cache
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for name, value in {"SPARSE_FROM": 1024, "FEWEST_QUERIES": 100}.items():
+    for name, value in {"SPARSE_FROM": 1024, "MIN_QUERIES": 100}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
-    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.MIN_BLOCKS", 1)
     monkeypatch.setitem(forward.BLOCK_TOKENS, "cpu", 1024)
 
 

@@ -170,7 +170,7 @@ def test_a_plot_has_a_line_for_every_engine(tmp_path, monkeypatch):
 
 def test_sparse_prefills_are_given_their_blocks(model, tmp_path, in_this_process, monkeypatch):
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1000)
-    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 100)
+    monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 100)
     out = tmp_path / "summary.csv"
     flags = ["--model", str(model), *TINY, "--out", str(out), "--repeats", "1", "--kv", "full", "--contexts", "64,1900"]
     replay = ["--replay", "1900=0.6", "0.8"]

@@ -165,7 +165,7 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
     engine.add_request("victim", prompt(2, 1500), SamplingParams(max_tokens=60, ignore_eos=True))
     seen = engine.step()
     if when == "prefilling":
-        assert [r.request.request_id for r in engine.prefill_queue.at_work[0].rows] == ["victim"]
+        assert [r.request.request_id for r in engine.prefill_queue.in_flight[0].rows] == ["victim"]
     while when == "decoding" and not any(output.request_id == "victim" for output in seen):
         seen = engine.step()
     engine.abort("victim")
@@ -182,7 +182,7 @@ def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytes
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
     engine.prefill_queue.start()
-    next(engine.prefill_queue.at_work[0].steps)
+    next(engine.prefill_queue.in_flight[0].steps)
     engine.abort("b")
     outputs = drain(engine)
     assert set(outputs) == {"a", "c"}
@@ -340,7 +340,7 @@ def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> No
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
     engine.prefill_queue.start()
-    next(engine.prefill_queue.at_work[0].steps)
+    next(engine.prefill_queue.in_flight[0].steps)
     engine.abort("b")
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("b", prompt(3, 40), GREEDY)

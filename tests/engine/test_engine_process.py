@@ -352,10 +352,10 @@ def test_an_engine_that_dies_tells_all_clients_why(engine: LocalEngine, monkeypa
 
     async def work() -> None:
         other = engine.another()
-        at_work = [asyncio.create_task(outputs(one, LONG, prompt(1, 9))) for one in (engine, other)]
+        in_flight = [asyncio.create_task(outputs(one, LONG, prompt(1, 9))) for one in (engine, other)]
         await until(lambda: len(engine.engine.scheduler.running) == 2)
         monkeypatch.setattr(engine.engine.runner, "decode", die)
-        for task in at_work:
+        for task in in_flight:
             with pytest.raises(EngineDead, match="boom"):
                 await task
         for one in (engine, other):

@@ -16,7 +16,7 @@ from test_mixed_passes import CONFIG, apart, prefilled
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
-from shadowkv.kvcache.prefill.exact import MOST_PROMPTS
+from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 
 RUNNING, JOINING = (700, 90, 5), (130, 1, 64, 600, 128)
 KINDS = ["sliding_attention", "full_attention"]
@@ -35,15 +35,13 @@ class Uncaptured(CudaGraphs):
     def __init__(self, engine: Engine, most: int = 8) -> None:
         runner = engine.runner
         self.cache, self._step, self.max_batch = engine.cache, runner.step, most
-        self._logits = torch.full(
-            (most + MOST_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device
-        )
+        self._logits = torch.full((most + MAX_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device)
         self.graphs, self.without, self.eager = Everything(), set(), Counter()
         self.captures, self.passes = 0, 0
 
-    def _run(self, key: Any, numbers: np.ndarray, function: Any, rehearsal: Any, at_once: bool = False) -> Any:
+    def _run(self, key: Any, numbers: np.ndarray, function: Any, dry_run: Any, at_once: bool = False) -> Any:
         static = torch.from_numpy(numbers).to(self.cache.device)
-        rehearsal(static)
+        dry_run(static)
         self.passes += 1
         return function(static)
 
@@ -109,7 +107,7 @@ def test_several_prompts_in_a_pass_and_windows(make: Any, kv: str, family: str) 
         work = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in enumerate(RUNNING)]
         prefilled(runner, work)
         old, found = [sequence for sequence, _ in work], []
-        for lengths in ((64, 192), (500, 1, 130), (1,) * MOST_PROMPTS):
+        for lengths in ((64, 192), (500, 1, 130), (1,) * MAX_PROMPTS):
             seeds = range(len(old), len(old) + len(lengths))
             new = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in zip(seeds, lengths, strict=True)]
             together = runner.decode(old, [7] * len(old), None, None, new) if captured else apart(runner, old, new)

@@ -135,21 +135,21 @@ def test_all_who_wait_are_told_when_they_are_dropped():
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_never_more_at_work_than_there_are_turns_and_all_have_one(turns, drawn):
     async def run() -> None:
-        fair, at_work, most, done = FairTurns(turns), 0, 0, Counter[str]()
+        fair, in_flight, most, done = FairTurns(turns), 0, 0, Counter[str]()
         chance = random.Random(drawn)
 
         async def work(tenant: str) -> None:
-            nonlocal at_work, most
+            nonlocal in_flight, most
             for _ in range(chance.randrange(4)):
                 await asyncio.sleep(0)
             async with fair.of(tenant):
-                at_work += 1
-                most = max(most, at_work)
+                in_flight += 1
+                most = max(most, in_flight)
                 try:
                     for _ in range(chance.randrange(4)):
                         await asyncio.sleep(0)
                 finally:
-                    at_work -= 1
+                    in_flight -= 1
                 done[tenant] += 1
 
         tasks = [asyncio.create_task(work(chance.choice("abcd"))) for _ in range(200)]
@@ -158,7 +158,7 @@ def test_never_more_at_work_than_there_are_turns_and_all_have_one(turns, drawn):
         for task in cancelled:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert most == turns and not at_work
+        assert most == turns and not in_flight
         assert sum(done.values()) == sum(not task.cancelled() for task in tasks)
         async with fair.of("e"):
             assert True  # nothing has kept a turn

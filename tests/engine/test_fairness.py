@@ -159,7 +159,7 @@ def add(engine: Engine, name: str, tokens: int, max_tokens: int) -> None:
 def test_a_short_question_overtakes_everything_of_another_tenant(engine: Engine) -> None:
     for number in range(3):
         add(engine, f"a{number}", 50, 1000)
-    while engine.num_running < 3 or engine.prefill_queue.at_work:
+    while engine.num_running < 3 or engine.prefill_queue.in_flight:
         engine.step()  # all places are taken
     for number in range(3, 8):
         add(engine, f"a{number}", 1200, 50)
@@ -182,7 +182,7 @@ def test_a_short_question_overtakes_a_pack_that_is_being_computed(engine: Engine
     for number in range(6):
         add(engine, f"a{number}", 220, 4)
     engine.step()
-    assert [prefill.tokens for prefill in engine.prefill_queue.at_work] == [440]
+    assert [prefill.tokens for prefill in engine.prefill_queue.in_flight] == [440]
     add(engine, "b", 12, 4)
     outputs: list[TokenOutput] = []
     while not outputs:
@@ -198,12 +198,12 @@ def test_a_short_question_overtakes_a_pack_that_is_being_computed(engine: Engine
 def test_short_questions_one_after_another_leave_a_long_prompt_its_share(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_queue, "MOST_OWED", 0.0)
+    monkeypatch.setattr(prefill_queue, "MAX_OWED", 0.0)
     add(engine, "a", 300, 1)
     engine.step()
-    (long,) = engine.prefill_queue.at_work
+    (long,) = engine.prefill_queue.in_flight
     for number in range(40):
-        if not engine.prefill_queue.at_work:
+        if not engine.prefill_queue.in_flight:
             break
         add(engine, f"b{number}", 12, 1)
         while not any(output.request_id == f"b{number}" for output in engine.step()):

@@ -96,7 +96,7 @@ def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monk
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
     engine.prefill_queue.start()
-    next(engine.prefill_queue.at_work[0].steps)
+    next(engine.prefill_queue.in_flight[0].steps)
     engine.abort("a")
     outputs = drain(engine)
     assert scored == [prompt(2, 40)] and set(outputs) == {"b"}
@@ -156,9 +156,9 @@ def test_extreme_parameters_do_not_end_the_engine(make: Any) -> None:
 class Graph:
     """What ``cuda_graphs._Captured`` is, on a machine without CUDA: it computes anew."""
 
-    def __init__(self, numbers: np.ndarray, function: Any, rehearsal: Any, pool: Any, device: torch.device) -> None:
+    def __init__(self, numbers: np.ndarray, function: Any, dry_run: Any, pool: Any, device: torch.device) -> None:
         self.function = function
-        rehearsal(torch.from_numpy(numbers))
+        dry_run(torch.from_numpy(numbers))
         self.replay(numbers)
 
     def replay(self, numbers: np.ndarray) -> None:

@@ -76,6 +76,10 @@ def test_sampling_that_is_overridden(tiny: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=words):
             opened(tiny, override_generation_config=wrong)
+    seeded = opened(tiny, override_generation_config={"seed": 5})
+    assert "sample  seed 5 where" in "\n".join(seeded.engine.notes)
+    same = seeded.generate(["Hi", "Hi"])
+    assert same[0].outputs == same[1].outputs
 
 
 def test_a_seed_of_the_engine(tiny: Path) -> None:

@@ -110,6 +110,15 @@ def test_recursion_that_may_end_is_followed(grammars: Grammars, schema: Any) -> 
     assert logits.isfinite().any()
 
 
+TUPLE = {"type": "array", "items": [{"type": "integer"}, {"const": "a"}], "additionalItems": False}
+
+
+@pytest.mark.parametrize("text, follows", [('[1, "a"]', True), ('["a", 1]', False), ('[1, "a", 2]', False)])
+def test_items_may_be_a_list_as_in_earlier_drafts(grammars: Grammars, text: str, follows: bool) -> None:
+    constraint = begun(grammars, json.dumps(TUPLE))
+    assert all([accepts(constraint, byte) for byte in text.encode()]) is follows
+
+
 @pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH, 900, 10**5])
 def test_a_schema_that_would_take_ages_is_refused(grammars: Grammars, levels: int) -> None:
     with pytest.raises(RequestError, match=r"levels deep|recursion|characters"):

@@ -102,7 +102,7 @@ def test_the_grid_ends_at_its_limits(
     elif limit == "bytes":
         monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM - warmup.GRID_BYTES * len(graphs.graphs) // 2)
     elif limit == "graphs":
-        monkeypatch.setattr(warmup, "MOST_GRAPHS", 2)
+        monkeypatch.setattr(warmup, "MAX_GRAPHS", 2)
     with caplog.at_level(logging.INFO, "shadowkv.engine"):
         capture_grid(engine, lambda: limit == "stopped")
     assert len(graphs.graphs) == {"seconds": 1, "bytes": 3, "graphs": 1, "stopped": 0}[limit]

@@ -145,7 +145,7 @@ def test_before_anything_was_measured_prompts_are_computed_by_themselves(make: A
     engine.pace.forget()
     engine.add_request("b", prompt(2, 50), GREEDY)
     engine._start_prefill()
-    assert engine.prefill_queue.at_work and engine._start_prefill() is None
+    assert engine.prefill_queue.in_flight and engine._start_prefill() is None
     drain(engine)
     assert 0 < engine.pace.seconds(1) < 10
     assert_empty(engine)
@@ -167,7 +167,7 @@ def test_what_takes_more_than_a_pass_is_computed_by_itself(build: Any, monkeypat
     assert not [prompts for _, prompts in steps if prompts]
     engine.add_request("arriving", prompt(4, 20), GREEDY)
     engine.prefill_queue.start()
-    (prefill,) = engine.prefill_queue.at_work
+    (prefill,) = engine.prefill_queue.in_flight
     assert engine.prefill_queue.joining(1.0) is prefill
     prefill.rows[0].sequence.pending_layers = object()
     assert engine.prefill_queue.joining(1.0) is None
@@ -190,7 +190,7 @@ def test_a_short_prompt_passes_a_long_one_with_a_step(build: Any, make: Any, mon
     engine.add_request("long", long, GREEDY)
     for _ in range(3):
         engine.step()
-    (prefill,) = engine.prefill_queue.at_work
+    (prefill,) = engine.prefill_queue.in_flight
     done = prefill.done
     assert 0 < done < prefill.pieces
     engine.add_request("b", prompt(3, 90), GREEDY)
@@ -306,7 +306,7 @@ def test_a_prompt_that_nobody_is_left_to_decode_with_is_computed_by_itself(
     steps = paced(engine)
     engine.add_request("b", prompt(2, 50), GREEDY)  # the token in flight is the other's last
     engine.step()
-    assert engine.prefill_queue.at_work and not engine.scheduler.running
+    assert engine.prefill_queue.in_flight and not engine.scheduler.running
     assert len(tokens(drain(engine)["b"])) == 8
     assert not [prompts for _, prompts in steps if prompts]
     assert_empty(engine)

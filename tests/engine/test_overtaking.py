@@ -52,7 +52,7 @@ def both_at_work(engine: Engine) -> None:
 
 
 def names(engine: Engine) -> list[list[str]]:
-    return [[row.request.request_id for row in one.rows] for one in engine.prefill_queue.at_work]
+    return [[row.request.request_id for row in one.rows] for one in engine.prefill_queue.in_flight]
 
 
 def alone(make: Any, ids: list[int], **options: Any) -> list[int]:
@@ -105,13 +105,13 @@ def test_the_long_prefill_gets_its_share_of_the_time(make: Any, monkeypatch: pyt
         while len(engine.scheduler.waiting) < 3:
             engine.add_request(str(number), prompt(number, 40), once)
             number += 1
-        at_work = engine.prefill_queue.at_work
+        in_flight = engine.prefill_queue.in_flight
         outputs = engine.step()
         if any(output.request_id == "long" for output in outputs):
             break
         kind = "long" if names(engine)[-1:] == [["long"]] and not outputs else "short"
         pieces[kind] += 1
-        assert len(at_work) <= 2
+        assert len(in_flight) <= 2
     assert pieces["long"] >= 15  # a layer of blocks, and the newest tokens of another
     others = (1 - LONG_SHARE) / LONG_SHARE
     assert 0.5 * others * pieces["long"] < pieces["short"] <= others * (pieces["long"] + 1) + 3
@@ -226,7 +226,7 @@ def test_ctrl_c_while_both_are_at_work(make: Any, tiny: Path, monkeypatch: pytes
             if where == "between steps":
                 signal.raise_signal(signal.SIGINT)
             else:
-                one = llm.engine.prefill_queue.at_work[("long", "short").index(where)]
+                one = llm.engine.prefill_queue.in_flight[("long", "short").index(where)]
                 one.steps.close()
                 one.steps = iter_raising()
         return outputs
@@ -252,7 +252,7 @@ def test_prefill_stops_before_a_piece_would_be_too_much(make: Any, monkeypatch: 
     engine = make(kv="full")
     engine.add_request("long", LONG, GREEDY)
     engine.prefill_queue.start()
-    (one,) = engine.prefill_queue.at_work
+    (one,) = engine.prefill_queue.in_flight
     for seconds, pieces in ((0.0, 1), (1.0, 1), (5.0, 4), (5.5, 5)):
         assert engine.prefill_queue.advance(seconds) is None
         assert one.watch.seconds == pieces
@@ -322,10 +322,10 @@ def test_while_short_ones_wait_the_long_one_has_what_it_is_owed_at_a_time(
     given = pieces_beside_one_that_decodes(engine, monkeypatch)
     engine.add_request("long", LONG, GREEDY)
     engine.step()
-    (at_work,) = engine.prefill_queue.at_work
-    at_work.owed = 0.001
+    (in_flight,) = engine.prefill_queue.in_flight
+    in_flight.owed = 0.001
     engine.step()
-    at_work.owed = 0.001
+    in_flight.owed = 0.001
     engine.add_request("short", SHORT, GREEDY)
     engine.step()
     assert given[0] > 0.01 and given[1] > 0.01 and given[2] == 0.001

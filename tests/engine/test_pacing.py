@@ -144,7 +144,7 @@ def test_what_prompts_add_to_a_step_is_their_pace(make: Any, monkeypatch: pytest
         engine.step()
     engine.step()
     engine.pace.forget()
-    monkeypatch.setattr(engine.prefill_queue, "joining", lambda _: next(iter(engine.prefill_queue.at_work), None))
+    monkeypatch.setattr(engine.prefill_queue, "joining", lambda _: next(iter(engine.prefill_queue.in_flight), None))
     engine.add_request("b", [6] * 50, params)
     engine.step()
     assert engine.pace.seconds(50) == pytest.approx(2) and engine.decode_steps.seconds == 5
@@ -200,7 +200,7 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     assert joined in prepared and not slow
 
 
-def test_a_rehearsal_has_a_layer_of_each_kind(make: Any) -> None:
+def test_a_dry_run_has_a_layer_of_each_kind(make: Any) -> None:
     layers = make(kv="full").runner.layers
     others = [copy.deepcopy(layers[-1]) for _ in range(3)]
     others[1].to(torch.float64)

@@ -48,7 +48,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (part_rows, rows):
         monkeypatch.setattr(module, "CODED_AT_ONCE", 4)
     monkeypatch.setattr(sealing, "SEALED_AT_ONCE", 4)
-    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 1024)
+    monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 1024)
     for module in (sizing, sparse_prefill):
         monkeypatch.setattr(module, "SPARSE_FROM", 1024)
 

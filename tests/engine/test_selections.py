@@ -15,7 +15,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput, TokenSelections
-from shadowkv.engine.selections import MOST_CELLS
+from shadowkv.engine.selections import MAX_CELLS
 from shadowkv.kvcache.inspection import exact_keys, sealed_rows
 
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -66,7 +66,7 @@ def test_they_are_what_the_index_selects(build: Any, kv: str) -> None:
         assert one.exact[0][0] == 0 and one.exact[1][1] == one.length
         assert [group.layers for group in one.groups] == [(0, 1), (1, 2)]
         for layer, group in enumerate(one.groups):
-            assert group.layer == layer and len(group.cells) <= MOST_CELLS
+            assert group.layer == layer and len(group.cells) <= MAX_CELLS
             told_of = dict(zip(group.cells, group.weights))
             assert sum(told_of.values()) == pytest.approx(1, abs=1e-3)
             assert any(told_of == pytest.approx(layers[layer], abs=2e-5) for layers in steps)

@@ -256,10 +256,10 @@ def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeyp
 
 
 def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 runs it without: the sums of a graph are of more rows, and a rehearsal's are more sums."""
+    """Rank 0 runs it without: the sums of a graph are of more rows, and a dry run's are more sums."""
     with engine_of(model, 1) as engine:
         sent: list[bytes] = []
-        ranks = SimpleNamespace(tell=sent.append, send=sent.append, together=nullcontext, writer=Writer())
+        ranks = SimpleNamespace(queue=sent.append, send=sent.append, together=nullcontext, writer=Writer())
         driver = DriverRunner(engine.runner.model, engine.cache, cast(Any, ranks))
         other = Runner(engine.runner.model, engine.cache)
         monkeypatch.setattr(other, "graphs", SimpleNamespace())  # which can not run anything
@@ -270,11 +270,11 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
             for _ in driver.prefill([(sequence, [5, 6, 7])]):
                 pass
             driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence], [0]))
-        worker.obey(sent)
+        worker.run_commands(sent)
         ((number, own),) = worker.reader.made.items()
         assert own.length == sequence.length == 4 and own.seed == sequence.seed
         assert number == 0, "of the prefill, which has ended, nothing is left"
-        worker.obey([ranks.writer.release(sequence)])
+        worker.run_commands([ranks.writer.release(sequence)])
         assert not worker.reader.made
 
 

@@ -19,7 +19,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.policy.spec import PAGE
 
 SLAB_GIB = 2**22 / 2**30
-MOST_STEPS = 4000
+MAX_STEPS = 4000
 
 PAGES = {letter: prompt(number, PAGE) for number, letter in enumerate("abc")}
 EXAMPLES = {"full": 48, "turbo:dense_below=256,values=dense": 12, "turbo:values=dense": 12, "shadowkv": 12}
@@ -125,7 +125,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not self.engine.has_work:
                 break
             self.take(self.engine.step())

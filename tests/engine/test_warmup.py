@@ -98,7 +98,7 @@ def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.Lo
     calls = []
 
     def starts(*args: Any) -> None:
-        if engine.scheduler.waiting and not engine.prefill_queue.at_work:  # on a slow machine one takes several steps
+        if engine.scheduler.waiting and not engine.prefill_queue.in_flight:  # on a slow machine one takes several steps
             calls.append(1)
             if len(calls) == number + 1:
                 fail_next_prefill(engine, 1, MemoryError("none left"))

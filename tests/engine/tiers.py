@@ -6,12 +6,12 @@ import time
 
 from shadowkv.engine.engine import Engine
 
-MOST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 
 
 def settle(engine: Engine) -> None:
     """Until nothing is on its way to another tier."""
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     while engine.settling:
         engine.step()
         assert time.monotonic() < deadline, "the tiers do not come to rest"
@@ -43,14 +43,14 @@ def assert_consistent(engine: Engine) -> None:
     slabs = [slab for copy in copies.values() for slab in copy.slabs or ()]
     host = lower.copies.host
     assert sorted(slabs + host._free) == list(range(host.num_slabs))
-    at_work = [] if lower.offload.job is None else [lower.offload.job.copy]
+    in_flight = [] if lower.offload.job is None else [lower.offload.job.copy]
     arriving = [copy for chain in lower.chains.arriving for copy in chain.copies]
     for node in nodes:
         assert node.holders or node.children or node.copied
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
         assert all(end <= node.end and node in tree.path_of(sequence) for sequence, end in node.holders.items())
         if (copy := copies.get(node)) is not None:
-            uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(copy) + arriving.count(copy)
+            uses = bool(copy.fetching) + bool(copy.writing) + in_flight.count(copy) + arriving.count(copy)
             assert copy.users == uses + cache._lookups.uses[copy]
             assert copy.header.length == 64 * node.end
     for sequence, path in tree._paths.items():

@@ -111,9 +111,9 @@ def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel, monkeypatch: pytes
 def test_policies_whose_prefill_attends_otherwise_have_one_of_their_own(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"SPARSE_FROM": 500, "FEWEST_QUERIES": 100, "DENSE_LAST": 0}.items():
+    for name, value in {"SPARSE_FROM": 500, "MIN_QUERIES": 100, "DENSE_LAST": 0}.items():
         monkeypatch.setattr(sparse_prefill, name, value)
-    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.MIN_BLOCKS", 1)
     tokens = loaded.tokenizer.encode(TEXT)[:1200]
     sparse = "prefill=sparse,prefill_error=0.5"
     names = ["full", f"full:{sparse}", "full:prefill=dense", f"quest:{sparse}", "full:prefill=sparse"]

@@ -91,11 +91,11 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     q, k, v = (torch.stack([getattr(s, name) for s in streams], dim=1) for name in ("q", "k", "v"))  # [L, B, S, ...]
 
     def step(
-        plan: DecodePlan, numbers: torch.Tensor, inputs: torch.Tensor, prompts: None, rehearsal: bool
+        plan: DecodePlan, numbers: torch.Tensor, inputs: torch.Tensor, prompts: None, dry_run: bool
     ) -> torch.Tensor:
         batch, outs = cache.decode_batch(plan, numbers), []
         (part,) = batch.groups[0]
-        for layer in range(1 if rehearsal else SHAPE.num_layers):
+        for layer in range(1 if dry_run else SHAPE.num_layers):
             at = layer, inputs[0], part.positions
             cache.append(layer, k[at], v[at], batch)
             outs.append(cache.start(layer, q[at], batch)())

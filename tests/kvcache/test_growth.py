@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
 from shadowkv.kvcache.policy import spec as spec_module
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, SETTLED, UNLIMITED, Growth, Standing
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SETTLED, UNLIMITED, Growth, SegmentState
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -36,19 +36,19 @@ def learns(spec: KVSpec) -> bool:
 
 
 @st.composite
-def standings(draw: st.DrawFn, growth: Growth) -> Standing:
+def standings(draw: st.DrawFn, growth: Growth) -> SegmentState:
     """Dense, or sealed up to some page with a state that reaches some way."""
-    segments = draw(st.integers(0, MOST_SEGMENTS if growth.learns else 1))
+    segments = draw(st.integers(0, MAX_SEGMENTS if growth.learns else 1))
     if not segments:
-        return Standing()
+        return SegmentState()
     sealed = PAGE * draw(st.integers(1, 30))
-    if segments == MOST_SEGMENTS or not growth.learns:
-        return Standing(sealed, segments, UNLIMITED, UNLIMITED)
+    if segments == MAX_SEGMENTS or not growth.learns:
+        return SegmentState(sealed, segments, UNLIMITED, UNLIMITED)
     reach = sealed + draw(st.integers(-200, 1000))
-    return Standing(sealed, segments, reach, max(sealed, reach) + draw(st.integers(0, 3000)))
+    return SegmentState(sealed, segments, reach, max(sealed, reach) + draw(st.integers(0, 3000)))
 
 
-def walk(growth: Growth, at: Standing, start: int, capacity: int) -> tuple[int, int]:
+def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[int, int]:
     """Segments that a sequence gains and its longest tail while it is compressed, one token after the other."""
     spec, before, longest = growth.spec, at.segments, 0
 
@@ -163,17 +163,17 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
     spec = preset("shadowkv", rank=16, budget=64, outliers=outliers)
     cache = make_cache(spec, blocks=900, max_model_len=16384)
     sequence = cache.allocate(1, 1)
-    for number in range(1, MOST_SEGMENTS + 3):
+    for number in range(1, MAX_SEGMENTS + 3):
         reach = sequence.path[-1].reach if sequence.path else 0
-        if number > MOST_SEGMENTS:
+        if number > MAX_SEGMENTS:
             assert reach == UNLIMITED
             reach = sequence.length
         start = max(sequence.length + spec.exact_limit, reach + PAGE + spec.local) + 1
         cache.extend(sequence, start, start)
         feed(cache, sequence, start - sequence.length)
-        assert len(sequence.path) == min(number, MOST_SEGMENTS)
-    assert len({segment.state for segment in sequence.path}) == MOST_SEGMENTS
-    assert len(sequence.static) == spec.static_pages + (MOST_SEGMENTS - 1) * spec.outlier_pages
+        assert len(sequence.path) == min(number, MAX_SEGMENTS)
+    assert len({segment.state for segment in sequence.path}) == MAX_SEGMENTS
+    assert len(sequence.static) == spec.static_pages + (MAX_SEGMENTS - 1) * spec.outlier_pages
     assert sequence.length - sequence.sealed < spec.local + PAGE
     cache.release(sequence)
 

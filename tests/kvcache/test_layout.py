@@ -12,7 +12,7 @@ from shadowkv.kvcache.memory.arenas import GRANULE, Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequences.group_layout import LEAST_WASTE, GroupLayout, PageCount, pack
+from shadowkv.kvcache.sequences.group_layout import MIN_WASTE, GroupLayout, PageCount, pack
 from shadowkv.kvcache.sequences.layout import Layout
 
 
@@ -83,14 +83,14 @@ def test_packing_wastes_little_in_small_blocks(exact, sealed):
     assert size == max(count * exact, other * sealed)
     if sealed <= exact:
         # Some 1 to 8 pages come within a sixteenth of a sealed page of a whole number of them.
-        assert 1 - min(count * exact, other * sealed) / size <= max(LEAST_WASTE, 1 / 8)
+        assert 1 - min(count * exact, other * sealed) / size <= max(MIN_WASTE, 1 / 8)
 
 
 def test_turbo_pages_of_an_8b_model_fill_their_blocks():
     layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
     assert (layout.exact_per_block, layout.sealed_per_block) == (2, 11)
     assert layout.block_bytes == 11 * layout.sealed_bytes
-    assert layout.block_bytes - 2 * layout.exact_bytes < 2 * LEAST_WASTE * layout.block_bytes
+    assert layout.block_bytes - 2 * layout.exact_bytes < 2 * MIN_WASTE * layout.block_bytes
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMALL])

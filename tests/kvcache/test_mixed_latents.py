@@ -17,7 +17,7 @@ from shadowkv.kvcache.codecs import latents
 from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import SealedTokens
-from shadowkv.kvcache.parts.keys_mixed import WIDTHS, allocate
+from shadowkv.kvcache.parts.keys_shard import WIDTHS, allocate
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.apply_rope.reference import halves, rope_by

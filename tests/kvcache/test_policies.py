@@ -8,8 +8,8 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import diagnostics
-from shadowkv.kvcache.parts.index_pca import PCA
-from shadowkv.kvcache.parts.index_skewed import Skewed
+from shadowkv.kvcache.parts.index_infinigen import Skewed
+from shadowkv.kvcache.parts.index_loki import PCA
 from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.policy.spec import SINK, KVSpec
 from shadowkv.kvcache.presets import preset

@@ -70,7 +70,7 @@ def test_they_join_prompts_that_are_in_the_pass_of_a_step() -> None:
 def test_they_join_sparse_prefills(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of new prompts and of later turns, with all blocks drawn."""
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 300)
-    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
+    monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 200)
     cache = make_cache(replace(EVERYTHING[kv], prefill="sparse", prefill_error=0.0))
     streams = [Stream(seed, cache.allocate(n, n + 900)) for seed, n in enumerate((1000, 417))]
     prefill(cache, [(stream, count) for stream, count in zip(streams, (1000, 417))], 300)

@@ -14,7 +14,7 @@ from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.inspection import diagnostics
-from shadowkv.kvcache.parts import in_words, resolve
+from shadowkv.kvcache.parts import describe, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
@@ -218,4 +218,4 @@ def test_policies_say_what_they_skip() -> None:
     spec = preset("turboquant-4:skip_layers=2")
     assert spec.skip_layers == 2
     words = resolve(spec, ModelShape(num_layers=30, num_query_heads=9, num_kv_heads=3, head_dim=64))
-    assert "first and last 2 layers exact" in in_words(words, SHAPE)
+    assert "first and last 2 layers exact" in describe(words, SHAPE)

@@ -14,10 +14,10 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1200)
-    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
-    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
+    monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 200)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.MIN_BLOCKS", 1)
     if DEVICE == "cuda":  # the kernels have the number by their own name
-        monkeypatch.setattr("shadowkv.ops.select_blocks.triton.LEAST_BLOCKS", 1)
+        monkeypatch.setattr("shadowkv.ops.select_blocks.triton.MIN_BLOCKS", 1)
 
 
 POLICIES = {

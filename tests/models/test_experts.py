@@ -143,7 +143,7 @@ def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monk
     files, plain = write_quantised(tmp_path, "fp8, Qwen3's blocks", "qwen3_moe", **WIDE)
     ours, theirs = load_model(files, dtype="bfloat16"), load_model(plain, dtype="bfloat16")
     assert ours.config.quantization == "fp8"
-    assert ours.model.weights_in_words == "bfloat16, fp8 weights, those of experts in fp8-g128"
+    assert ours.model.weights_description == "bfloat16, fp8 weights, those of experts in fp8-g128"
     assert not any("dequantised" in note for note in ours.notes)
     config, forms = load_plan(files)
     assert config.quantization == "fp8" and forms and all(".experts." in name for name in forms)

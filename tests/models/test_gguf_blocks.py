@@ -68,7 +68,7 @@ def assert_same_logits(ours: LoadedModel, theirs: LoadedModel) -> None:
 def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Path) -> None:
     blocks, plain = write(tmp_path, case, kinds)
     ours, theirs = load_model(blocks), load_model(plain)
-    assert ours.model.weights_in_words == f"float32, {words} weights"
+    assert ours.model.weights_description == f"float32, {words} weights"
     assert ours.model.num_parameters == theirs.model.num_parameters
     assert_same_logits(ours, theirs)
 

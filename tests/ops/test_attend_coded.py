@@ -45,7 +45,7 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are longer than the reference decodes at a time, and shared by thread blocks of the kernel."""
     monkeypatch.setattr(reference, "DECODED_AT_ONCE", 2)
     if kernel is not None:
-        monkeypatch.setattr(kernel, "LEAST_PAGES", 2)
+        monkeypatch.setattr(kernel, "MIN_PAGES", 2)
 
 
 ENDS = [0, 1, 63, 64, 65, 64 * PAGES]

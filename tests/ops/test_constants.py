@@ -8,8 +8,8 @@ import torch
 from compiled_source import CSRC, compiled
 
 from shadowkv.kvcache.codecs import vectors
-from shadowkv.kvcache.parts import keys_mixed
-from shadowkv.kvcache.sequences.group_layout import MOST_ENTRIES
+from shadowkv.kvcache.parts import keys_shard
+from shadowkv.kvcache.sequences.group_layout import MAX_ENTRIES
 from shadowkv.ops import sampling
 from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
@@ -48,7 +48,7 @@ SHARED = {
         "kKeptFactor": select_by_sketch.KEPT_OVER_BUDGET,
         "kKeptLeast": select_by_sketch.KEPT_LEAST,
         "kSampledShare": select_by_sketch.SAMPLED_SHARE,
-        "kMostChanceBits": sampling.MOST_BITS,
+        "kMostChanceBits": sampling.MAX_BITS,
         "kCaution": sampling.CAUTION,
     },
     "codecs.h": {
@@ -68,7 +68,7 @@ SHARED = {
         "kLatentInt8": CodecId.LATENT_INT8,
         "kLatentInt4": CodecId.LATENT_INT4,
     },
-    "cpu/sketch/sketch.h": {"MOST_PLANE_BYTES": sketch_queries_cpu.MOST_DIMS // 8},
+    "cpu/sketch/sketch.h": {"MAX_PLANE_BYTES": sketch_queries_cpu.MAX_DIMS // 8},
     "kernels/attend_selected/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.QUERIES,
@@ -87,17 +87,17 @@ SHARED = {
     },
     "kernels/attend_mixed_sm90/shape.cuh": {
         "kMixedDim": attend_mixed.DIM,
-        "kSameWidth": keys_mixed.GROUP,
+        "kSameWidth": keys_shard.GROUP,
         "kVector": vectors.GROUP,
         "kEntries": vectors.ENTRIES,
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
         "kQueries": (4, attend_mixed.MAX_GROUP),
     },
     "kernels/common/row_blocks.cuh": {"kBlock": select_blocks.BLOCK},
-    "kernels/fetch_chunks/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},
+    "kernels/fetch_chunks/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MAX_ENTRIES},
     "kernels/score_blocks_sm90/score_blocks_sm90.cuh": {
         "kSampled": select_blocks.SAMPLED,
-        "kRows": select_blocks_cuda.MOST_ROWS,
+        "kRows": select_blocks_cuda.MAX_ROWS,
     },
     "kernels/select_top_chunks/select_top_chunks.cuh": {"kSelectGroup": select_top_chunks.GROUP},
     "kernels/whiten_rows/whiten_rows.cuh": {

@@ -16,7 +16,7 @@ from shadowkv.ops import extension
 from shadowkv.ops.extension import Unbuilt, cpu_missing
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cpu
-from shadowkv.ops.sampling import MOST_BITS, Sampling
+from shadowkv.ops.sampling import MAX_BITS, Sampling
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
 from shadowkv.ops.sign_scores import cpu as cpu_scores
@@ -237,7 +237,7 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
             # A chance is a multiple of 2**-20, and may be the next one: the rarer what was sampled, the more that is.
             # In a row or two a score is rounded to the next float16, which changes its chance and, less, the others'.
             error = (log_weight - expected_weight).abs().masked_fill(~same[..., None] | (chunks < 0), 0)
-            beyond = error > 1e-4 + 4 * expected_weight.exp() / 2**MOST_BITS
+            beyond = error > 1e-4 + 4 * expected_weight.exp() / 2**MAX_BITS
             assert beyond.any(-1).float().mean() < 0.15
             assert error.max() < 0.02
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.codecs.latents import MixedLatents
 from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.memory.arenas import Field, Tier
-from shadowkv.kvcache.parts.keys_mixed import GROUP as SAME_WIDTH
+from shadowkv.kvcache.parts.keys_shard import GROUP as SAME_WIDTH
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda_mixed_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys

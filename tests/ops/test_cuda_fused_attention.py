@@ -13,7 +13,7 @@ from shadowkv.ops.block_attention import reference
 from shadowkv.ops.causal_attention import cuda as flash_causal
 from shadowkv.ops.causal_attention import cuda_sm90_flash as hopper_causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import FEWEST_TILES
+from shadowkv.ops.fused_attention import MIN_TILES
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -33,10 +33,10 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
     return [torch.randn(n, heads * group, dim, device="cuda").to(dtype), k, v]
 
 
-@pytest.fixture(params=[FEWEST_TILES, 1], ids=["by size", "ours"], autouse=True)
+@pytest.fixture(params=[MIN_TILES, 1], ids=["by size", "ours"], autouse=True)
 def fewest_tiles(request, monkeypatch):
     """As it is on a Hopper, and always our kernel there."""
-    monkeypatch.setattr("shadowkv.ops.fused_attention.FEWEST_TILES", request.param)
+    monkeypatch.setattr("shadowkv.ops.fused_attention.MIN_TILES", request.param)
     return request.param
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.select_blocks import cuda_sm90, triton
-from shadowkv.ops.select_blocks.reference import BLOCK, LEAST_BLOCKS, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, MIN_BLOCKS, SAMPLED, SINK_BLOCKS
 
 if cuda_sm90.missing():
     pytest.skip("needs a Hopper and the score_blocks_sm90 library", allow_module_level=True)
@@ -159,7 +159,7 @@ def poisoned_scores(monkeypatch):
 def test_drawn_blocks(seed, poisoned_scores, n, m, heads, group, error, whole, dim):
     q, k = torch.randn(n, heads * group, dim).cuda().bfloat16(), torch.randn(m, heads, dim).cuda().bfloat16()
     blocks = cuda_sm90.select_blocks(2 * q, k, error, whole)
-    unlisted = check_draws(2 * q, k, blocks, triton.sample_queries(2 * q), error, whole, LEAST_BLOCKS, 0.02)
+    unlisted = check_draws(2 * q, k, blocks, triton.sample_queries(2 * q), error, whole, MIN_BLOCKS, 0.02)
     if error == 0 or n < BLOCK:
         assert not unlisted
     elif error >= 0.1:

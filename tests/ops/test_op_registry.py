@@ -18,7 +18,7 @@ from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
 from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
 from shadowkv.ops.extension import Unbuilt
-from shadowkv.ops.fused_attention import FEWEST_TILES
+from shadowkv.ops.fused_attention import MIN_TILES
 from shadowkv.ops.registry import NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
@@ -226,7 +226,7 @@ def test_on_hopper_few_queries_go_to_flash_attention(
     """By the size of a call alone, as the backend's name says."""
     for kernel in ("attend_sequences", "flash_attention"):
         monkeypatch.setattr(f"shadowkv.ops.fused_attention.{kernel}", lambda q, *_, kernel=kernel: (kernel, kernel))
-    expected = "attend_sequences" if tiles >= FEWEST_TILES else "flash_attention"
+    expected = "attend_sequences" if tiles >= MIN_TILES else "flash_attention"
     q, k = torch.empty(tokens, heads, 64), torch.empty(tokens, 2, 64)
     assert causal_attention.causal_attention(q, k, k) == expected
     assert block_attention.block_attention(q, k.transpose(0, 1), k.transpose(0, 1)) == (expected, expected)

@@ -84,7 +84,7 @@ def test_blocks_are_drawn_as_often_as_their_error_allows(
     backend: str, error: float, least: int, whole: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("reference", "triton"):
-        monkeypatch.setattr(f"shadowkv.ops.select_blocks.{name}.LEAST_BLOCKS", least)
+        monkeypatch.setattr(f"shadowkv.ops.select_blocks.{name}.MIN_BLOCKS", least)
     q, k, _ = inputs(*shape)
     blocks = select(backend, q, k, error, whole)
     unlisted = check_draws(q, k, blocks, sample(backend, q), error, whole, least, 0.02 if ON_GPU else 1e-3)
@@ -143,7 +143,7 @@ def test_sampled_queries_are_spread_and_then_the_farthest(backend: str, shape: t
 def test_attention_is_that_of_the_listed_blocks(
     backend: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.LEAST_BLOCKS", 1)
+    monkeypatch.setattr("shadowkv.ops.select_blocks.reference.MIN_BLOCKS", 1)
     q, k, v = inputs(*shape)
     n, m, query_heads, heads, dim = shape
     indices, counts, weights = select("reference", q.float(), k.float(), 0.3)

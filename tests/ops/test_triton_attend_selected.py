@@ -35,7 +35,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         form: dict[str, Any], codec: str | None, monkeypatch: pytest.MonkeyPatch, seed: int
     ) -> None:
         """Of a row that selects nothing, too, and shared by several thread blocks."""
-        monkeypatch.setattr(attend_coded, "LEAST_PAGES", 1)
+        monkeypatch.setattr(attend_coded, "MIN_PAGES", 1)
         case = Case(batch=3, **form)
         case.selected[1] = -1
         if codec is not None:  # whose codes lie alike

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from functools import cache
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from shadowkv.models.sources import HUB, resolve_tokenizer
 
@@ -33,7 +34,11 @@ class Live:
             self.log.seek(0)
             raise RuntimeError(f"{self.log.read()[-4000:]}: {' '.join(command)} did not start")
         self.url = ready.split()[1].removesuffix("/v1")
-        self.port = int(self.url.rpartition(":")[2])
+        """``unix:FILE`` with ``--uds``."""
+
+    @property
+    def port(self) -> int | None:
+        return urlsplit(self.url).port
 
     def stop(self) -> None:
         self.process.terminate()
@@ -57,9 +62,12 @@ class Servers:
         self.running: dict[tuple[str, ...], Live] = {}
         atexit.register(self.stop)
 
-    def get(self, flags: tuple[str, ...]) -> Live:
-        """The server with these flags, started if need be in place of the one that was used longest ago."""
+    def get(self, flags: tuple[str, ...], anew: bool = False) -> Live:
+        """The server with these flags, started if need be in place of the one that was used longest ago; or started
+        ``anew``."""
         live = self.running.pop(flags, None)
+        if live is not None and anew:
+            live.stop()
         if live is None or live.process.poll() is not None:
             while len(self.running) >= self.most:
                 self.running.pop(next(iter(self.running))).stop()

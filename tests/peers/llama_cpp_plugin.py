@@ -3,6 +3,7 @@ each that they start."""
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -33,21 +34,24 @@ def _flags(server: Any) -> tuple[str, ...]:
         "--max-num-seqs": server.n_slots,
         "--default-max-tokens": server.n_predict if (server.n_predict or -1) > 0 else None,
         "--api-key": server.api_key,
-        "--seed": server.seed,
-        "--override-generation-config": f'{{"temperature": {server.temperature}}}',
+        # Each request's that names none.
+        "--override-generation-config": json.dumps({"temperature": server.temperature, "seed": server.seed}),
         "--chat-template": server.chat_template_file,
     }
     given = (part for flag, value in values.items() if value for part in (flag, str(value)))
     names = (server.model_alias or MODEL).split(",")
-    ui = ("--no-ui",) if server.no_ui else ()
+    shown = ("ui", not server.no_ui), ("slots", server.server_slots), ("metrics", server.server_metrics)
+    switches = (f"--{name}" if is_on else f"--no-{name}" for name, is_on in shown)
     # By default pages of any origin may ask llama.cpp, with credentials.
     origins = (server.cors_origins,) if server.cors_origins else ("*", "--allow-credentials")
     cors = ("--allowed-origins", *origins, "--allowed-methods", *METHODS)
-    return (*given, *ui, *cors, "--served-model-name", *names, *NAMES)
+    names_of_metrics = ("--metrics-prefix", "llamacpp")
+    return (*given, *switches, *names_of_metrics, *cors, "--served-model-name", *names, *NAMES)
 
 
 def _start(server: Any, timeout_seconds: float = 0) -> None:
-    server.server_port = SERVERS.get(_flags(server)).port
+    # Tests of metrics count from the start.
+    server.server_port = SERVERS.get(_flags(server), anew=server.server_metrics).port
 
 
 def _asking(ask: Any) -> Any:

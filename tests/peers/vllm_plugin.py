@@ -43,7 +43,9 @@ class RemoteOpenAIServer:
         flags = (*_of_ours(vllm_serve_args), *(("--api-key", key) if key else ()))
         named = () if "--served-model-name" in flags else ("--served-model-name", model)
         self.live = SERVERS.get((*flags, *named, *OURS))
-        self.host, self.port, self.url_root, self.proc = "127.0.0.1", self.live.port, self.live.url, self.live.process
+        self.uds = self.live.url.removeprefix("unix:") if self.live.port is None else None
+        self.url_root = self.live.url if self.uds is None else "http://localhost"
+        self.host, self.port, self.proc = "127.0.0.1", self.live.port, self.live.process
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
@@ -124,6 +126,7 @@ def _values() -> dict[str, dict[str, Any]]:
     )
     return {
         "vllm.platforms": {"current_platform": platform},
+        "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda model, **_: model},
         "vllm.tokenizers": {"get_tokenizer": lambda **_: transformers_tokenizer()},
         "vllm.version": version,
         "vllm.config": {"ModelConfig": lambda **_: MagicMock(get_vocab_size=lambda: len(transformers_tokenizer()))},

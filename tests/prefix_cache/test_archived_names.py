@@ -7,7 +7,7 @@ import pytest
 from stored_snapshots import KEY, PATIENCE, data_of, keep, opened, prompt, put
 from test_cache_command import run, tar_of
 
-from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, to_json
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.names import Names, Save
 
@@ -119,7 +119,7 @@ def test_hostile_names_are_refused(named, tmp_path, capsys):
         ("names/x.json", b"", link, "not a regular file"),
         ("names/x.json", b"", {**link, "type": tarfile.LNKTYPE}, "not a regular file"),
         ("names/x.json", b"", {"type": tarfile.FIFOTYPE}, "not a regular file"),
-        ("names/x.json", text() + b" " * MOST_BYTES, {}, "more than a name's file can have"),
+        ("names/x.json", text() + b" " * MAX_BYTES, {}, "more than a name's file can have"),
         ("names/x.json", b"[" * 100_000, {}, "nested too deeply"),
         ("names/x.json", b'{"\\u001b[31m":1}', {}, "exactly format"),
         ("names/x.json", text()[:-1] + b',"more":1}', {}, "exactly format"),

@@ -87,7 +87,7 @@ class FakeEngine:
     ``silence`` seconds.
     """
 
-    model_name = "fake"
+    model_name, model_path = "fake", "/models/fake.gguf"
     advice: str | None = None
     max_model_len, default_max_tokens = 200, 20
     max_queued_seqs = 200
@@ -95,6 +95,7 @@ class FakeEngine:
     max_num_seqs = 4
     scheduling_policy = "fair"
     kv = "fake"
+    max_concurrency = 2.5
     role = "both"
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class FakeEngine:
         self.stop_string: str | None = None
         self.saved: dict[str, Saved] = {}
 
-    async def stats(self) -> EngineStats:
+    async def stats(self, usage: bool = False) -> EngineStats:
         if not self.is_alive:
             raise EngineDead("the engine has died: boom")
         tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
@@ -120,7 +121,9 @@ class FakeEngine:
             "host": TierStats(7, 70, 128, 3, 4000, 5, 6, 1500, 0.25),
             "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12, 6),
         }
-        return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
+        return EngineStats(
+            len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes, 1, 0.25 if usage else None
+        )
 
     def disconnect(self) -> None:
         pass

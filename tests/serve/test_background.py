@@ -67,7 +67,7 @@ def test_one_at_work_says_so_and_can_be_cancelled(client, engine):
 
 
 def test_an_owner_has_a_few_at_work(client, monkeypatch):
-    monkeypatch.setattr(background, "MOST_OF_AN_OWNER", 1)
+    monkeypatch.setattr(background, "MAX_OF_AN_OWNER", 1)
     id = begin(client, "HANG")["id"]
     body = {"input": "Hi", "background": True}
     assert error_of(client.post(URL, json=body), 429)["code"] == "rate_limit_exceeded"

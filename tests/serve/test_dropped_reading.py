@@ -48,14 +48,14 @@ def reader():
     reader.close()
 
 
-def at_work(reader):
+def in_flight(reader):
     return [process for process in reader.working if process.is_running]
 
 
 def test_a_tenant_with_much_to_read_keeps_no_other_waiting(reader):
     async def run() -> None:
         many = [asyncio.create_task(reader.apart(b"a", sleeps, "a")) for _ in range(5)]
-        await until(lambda: at_work(reader))
+        await until(lambda: in_flight(reader))
         assert await reader.apart(b"bb", length, "b") == 2
         for task in many:
             task.cancel()
@@ -68,8 +68,8 @@ def test_what_nobody_waits_for_is_killed(reader):
     async def run() -> None:
         reading = asyncio.create_task(reader.apart(b"a", sleeps, "a"))
         waiting = asyncio.create_task(reader.apart(b"a", sleeps, "a"))
-        await until(lambda: at_work(reader))
-        (process,) = at_work(reader)
+        await until(lambda: in_flight(reader))
+        (process,) = in_flight(reader)
         waiting.cancel()
         reading.cancel()
         await asyncio.gather(reading, waiting, return_exceptions=True)
@@ -82,7 +82,7 @@ def test_what_nobody_waits_for_is_killed(reader):
 def test_what_is_being_read_at_the_end_is_refused(reader):
     async def run() -> None:
         tasks = [asyncio.create_task(reader.apart(b"a", sleeps, tenant)) for tenant in "aabb"]
-        await until(lambda: len(at_work(reader)) == 2)
+        await until(lambda: len(in_flight(reader)) == 2)
         reader.close()
         for task in (*tasks, asyncio.create_task(reader.apart(b"a", sleeps, "c"))):
             with pytest.raises(ApiError, match="the server is stopping") as caught:

@@ -146,6 +146,16 @@ def test_prompts_that_are_objects_and_chosen_fields(call, engine):
     assert engine.prompts == ["\x01Hi", "H"]
 
 
+def test_texts_among_token_ids_are_one_prompt(call, engine):
+    answers = call("POST", "/completion", json={"prompt": [[72, 105], ["a", 72, 105, "b", 33], "c"]}).json()
+    assert len(answers) == 3 and engine.prompts == ["Hi", "\x01aHib!", "\x01c"]
+    assert call("POST", "/completion", json={"prompt": [72, "b"]}).json()["content"] == REPLY
+    assert engine.prompts[-1] == "Hb"
+    for prompt in ([72, "b" * 300], [72, 10**9, "b"], [72, None, "b"], [[72], 5], [["a"]], 5, []):
+        refused = call("POST", "/completion", json={"prompt": prompt})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt"), prompt
+
+
 def test_a_streamed_completion_ends_with_its_figures(call):
     answer = call("POST", "/completion", json={"prompt": "Hi", "stream": True, "timings_per_token": True})
     *parts, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line)
@@ -156,10 +166,20 @@ def test_a_streamed_completion_ends_with_its_figures(call):
 
 def test_what_a_server_says_of_itself(call, engine):
     props = call("GET", "/props").json()
-    assert props["total_slots"] == engine.max_num_seqs
+    assert props["total_slots"] == engine.max_num_seqs and props["model_path"] == "/models/fake.gguf"
     assert props["default_generation_settings"]["n_ctx"] == engine.max_model_len
     engine.running = {"a"}
     assert [slot["is_processing"] for slot in call("GET", "/slots").json()] == [True, False, False, False]
+
+
+def test_slots_and_metrics_can_be_turned_off(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(slots=False, metrics=False))) as url:
+        for path, kind in (("/slots", "not_supported_error"), ("/metrics", "server_error")):
+            answer = httpx.get(f"{url}{path}")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (501, kind)
+            assert error["message"] == f"this server was started with --no-{path[1:]}"
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_the_prompt_of_a_conversation(call, engine):

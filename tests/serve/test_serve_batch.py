@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fake_engine import REPLY
 
-from shadowkv.serve.batch.run import MOST_REASONS, OTHER_REASONS
+from shadowkv.serve.batch.run import MAX_REASONS, OTHER_REASONS
 
 
 def line(custom_id, url="/v1/completions", method="POST", **body):
@@ -65,7 +65,7 @@ def test_bad_lines_become_records_and_the_rest_go_on(run, engine, capsys):
     out, err = capsys.readouterr()
     assert "15 requests, 12 failed" in out
     assert "1 failed: line 4: not valid JSON: " in err and "1 failed, param first: suffix" in err
-    assert err.count(" failed") == MOST_REASONS + 1 and err.endswith(f" first: {OTHER_REASONS}\n")
+    assert err.count(" failed") == MAX_REASONS + 1 and err.endswith(f" first: {OTHER_REASONS}\n")
 
 
 def test_equal_reasons_are_one_line(run, capsys):

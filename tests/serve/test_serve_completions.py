@@ -45,6 +45,13 @@ def test_prompt_forms(post, engine, prompt, seen):
     assert body["usage"]["completion_tokens"] == 4 * len(seen)
 
 
+def test_a_seed_that_requests_have_by_default(post, engine):
+    engine.sampling_defaults = {"seed": 7}
+    post("completions", prompt="Hi", n=2)
+    post("completions", prompt="Hi", seed=8)
+    assert [params.seed for params in engine.params] == [7, choice_seed(7, 1), 8]
+
+
 def test_n_choices_of_a_seeded_request_have_their_own_seeds(post, engine):
     body = post("completions", prompt=["Hi", "Ho"], n=2, seed=7).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from http_server import http_server
+from prometheus_client.parser import text_string_to_metric_families
 
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.serve.app import build_app
@@ -153,6 +154,34 @@ def test_abandoned_stream_frees_its_sequence(client, engine):
         stream.close()
     assert "Paris" in ask(client).choices[0].message.content
     assert engine.engine.num_running == 0
+
+
+def test_the_use_of_the_cache_is_what_requests_in_flight_hold(client, engine):
+    ask(client)
+    stats = engine.engine.stats(usage=True)
+    assert stats.usage == 0 and stats.tiers["device"].used_bytes > 0  # which is kept
+    stream = ask(client, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    assert 0 < engine.engine.stats(usage=True).usage <= 1
+    stream.close()
+    ask(client)
+    assert engine.engine.stats(usage=True).usage == 0
+    assert engine.engine.stats().usage is None
+
+
+def test_tokens_of_steps_are_counted(client):
+    def counts():
+        page = httpx.get(str(client.base_url.join("/metrics"))).text
+        families = [
+            one for one in text_string_to_metric_families(page) if one.name == "shadowkv:iteration_tokens_total"
+        ]
+        return {sample.name.rpartition("_")[2]: sample.value for one in families for sample in one.samples}
+
+    before = counts()
+    usage = ask(client, max_tokens=5, extra_body={"ignore_eos": True, "cache_prompt": False}).usage
+    after = counts()
+    assert after["sum"] - before["sum"] == usage.prompt_tokens + 5
+    assert 1 < after["count"] - before["count"] <= 5  # the first token and the next one may be of one step
 
 
 def test_batch_with_a_bad_line(engine, tmp_path):

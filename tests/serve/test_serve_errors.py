@@ -201,10 +201,15 @@ def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"n": 129}, "n: Input should be less than or equal to 128, not 129"),
-        ({"temperature": "hot"}, 'temperature: Input should be a valid number, not "hot"'),
-        ({"stream": "maybe"}, 'stream: Input should be a valid boolean, not "maybe"'),
-        ({"temperature": "h" * 100}, "temperature: Input should be a valid number"),
+        ({"n": 129}, "n: Input should be less than or equal to 128, not 129 (less_than_equal)"),
+        ({"temperature": "hot"}, 'temperature: Input should be a valid number, not "hot" (float_type)'),
+        ({"stream": "maybe"}, 'stream: Input should be a valid boolean, not "maybe" (bool_type)'),
+        ({"temperature": "h" * 100}, "temperature: Input should be a valid number (float_type)"),
+        (
+            {"prompt": None, "prompt_embeds": []},
+            "prompt: Either prompt or prompt_embeds must be provided and non-empty. This server takes a prompt, and no "
+            "prompt_embeds",
+        ),
         ({"top_p": 3}, "top_p: top_p=3.0 must be in (0, 1]"),
         ({"stop": 5}, "stop: must be a string or a list of up to 64 strings, not 5"),
         ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 64 strings"),

@@ -59,6 +59,7 @@ def test_tokenize_as_llama_cpp_does(call):
 
 def test_detokenize(call):
     assert call("POST", "/detokenize", json={"tokens": [72, 105]}).json() == {"prompt": "Hi", "content": "Hi"}
+    assert call("POST", "/detokenize", json={"model": "fake", "tokens": [72, 105]}).json() == {"prompt": "Hi"}
     assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     for tokens in (["a"], 3, [0.5], [-1], [2**40], [2**80], ["a"] * 10_000):
         error = error_of(call("POST", "/detokenize", json={"tokens": tokens}))
@@ -111,6 +112,7 @@ def test_requests_are_counted_by_their_status(post, call):
     post("completions", prompt=None, grammar=3)
     call("GET", "/health")
     assert counts() == {"200": 1, "500": 0, "503": 1, "400": 1}
+    assert metrics(call)["admission_rejections_total", "max_num_queued_reqs"] == 1
 
 
 def test_metrics(post, call, engine):
@@ -120,6 +122,9 @@ def test_metrics(post, call, engine):
     post("completions", prompt=["HELLO", "FAIL"])
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
+    assert found["kv_cache_usage_perc",] == 0.25
+    assert [found["num_requests_waiting_by_reason", reason] for reason in ("capacity", "deferred")] == [2, 1]
+    assert found["cache_config_info", "fake", "2.50", "500"] == 1
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
     fetched = [found[f"kv_{name}_total",] for name in ("chunks_selected", "chunks_fetched", "fetched_bytes")]
     assert fetched == [1000, 300, 614400]
@@ -165,7 +170,8 @@ def test_metrics_of_requests_that_ended(post, call):
     cached, computed = (found["prompt_tokens_by_source_total", name] for name in ("local_cache_hit", "local_compute"))
     assert cached == found["prompt_tokens_cached_total",] == 2 * 6
     assert cached + computed == found["prompt_tokens_total",]
-    assert found["num_preemptions_total",] == 0
+    assert found["num_preemptions_total",] == found["request_num_preemptions_sum",] == 0
+    assert found["request_num_preemptions_count",] == 5
 
 
 def test_metrics_may_have_vllms_names(engine):
@@ -176,8 +182,26 @@ def test_metrics_may_have_vllms_names(engine):
     assert 'vllm:prompt_tokens_total{model_name="fake"} 3.0' in page and "vllm:num_requests_running{" in page
     assert "shadowkv:" not in page
     assert figures["prompt_tokens"] == 3
-    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm"):
+    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm, llamacpp"):
         ServerSettings(metrics_prefix="x")
+
+
+def test_metrics_may_be_llama_cpps(engine):
+    with http_server(build_app(engine, "fake", ServerSettings(metrics_prefix="llamacpp"))) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": ["Hi", "HELLO"]}).is_success
+        answer = httpx.get(f"{url}/metrics")
+        figures = httpx.get(f"{url}/page/stats").json()
+        engine.is_alive = False
+        later = httpx.get(f"{url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    found = {name.removeprefix("llamacpp:"): family.samples[0].value for name, family in families.items()}
+    assert int(answer.headers["Process-Start-Time-Unix"]) > 0
+    assert (found["prompt_tokens"], found["prompt_tokens_cached"], found["requests_deferred"]) == (3 + 6 - 4, 4, 3)
+    assert (found["tokens_predicted"], found["n_tokens_max"]) == (2 * len(REPLY), 6 + len(REPLY))
+    assert found["prompt_tokens_seconds"] == pytest.approx(5 / 4, rel=0.01)
+    assert found["predicted_tokens_seconds"] == pytest.approx(2 * (len(REPLY) - 1) / 1, rel=0.01)
+    assert figures["prompt_tokens"] == 9 and "llamacpp:requests_processing 0.0" in answer.text
+    assert "llamacpp:tokens_predicted_total" in later and "llamacpp:requests_processing" not in later
 
 
 PREFIXES = {
@@ -202,7 +226,7 @@ def test_metrics_of_the_prefix_cache_name_the_tiers_that_there_are(call, engine,
     stats = asyncio.run(engine.stats())
     prefixes = {tier: one for tier, one in stats.prefixes.items() if tier in tiers}
 
-    async def some() -> EngineStats:
+    async def some(usage: bool) -> EngineStats:
         return replace(stats, prefixes=prefixes)
 
     monkeypatch.setattr(engine, "stats", some)

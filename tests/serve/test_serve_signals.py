@@ -26,7 +26,7 @@ class Engine(FakeEngine):
     def describe(self):
         return []
 
-    async def stats(self):
+    async def stats(self, usage=False):
         raise ValueError("a line\\\\n2026-01-01 forged")
 
     async def generate(self, requests, timeout=None):

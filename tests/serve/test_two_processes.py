@@ -116,8 +116,8 @@ def test_what_servers_that_were_killed_have_left_is_gone_at_the_next_start(tiny_
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("at_work", [False, True], ids=["idle", "under load"])
-def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool) -> None:
+@pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "under load"])
+def test_the_http_process_is_killed(tiny_model: Path, times: int, in_flight: bool) -> None:
     waits = []
     for _ in range(times):
         with server(tiny_model) as one, ThreadPoolExecutor(2 * RUNNING) as clients:
@@ -125,8 +125,8 @@ def test_the_http_process_is_killed(tiny_model: Path, times: int, at_work: bool)
             assert too_long.status_code == 400
             family = one.family()
             assert len(family) == 3
-            lost = [clients.submit(one.ask, True) for _ in range(2 * RUNNING if at_work else 0)]
-            if at_work:
+            lost = [clients.submit(one.ask, True) for _ in range(2 * RUNNING if in_flight else 0)]
+            if in_flight:
                 seconds_until(lambda: one.gauge("num_requests_running") == RUNNING)
             one.http.kill()
             waits.append(seconds_until(lambda: is_gone(one.engine)))

@@ -96,14 +96,14 @@ static SHADOWKV_INLINE void multiply_row_tile(
 }
 
 // Tokens that share the codes of a tile in registers: as many as there are registers for, and up to eight of others.
-constexpr int WHOLE = 16, MOST_OTHERS = 8;
+constexpr int WHOLE = 16, MAX_OTHERS = 8;
 
 constexpr int64_t TOKENS_AT_ONCE = 64;  // that stay in the second cache beside a tile of rows
 
-// Calls `work` with Count<count>, or Count<MOST_OTHERS> where that is less.
+// Calls `work` with Count<count>, or Count<MAX_OTHERS> where that is less.
 template <int N, typename Work>
 static SHADOWKV_INLINE void with_count(int64_t count, const Work& work) {
-  if constexpr (N < MOST_OTHERS)
+  if constexpr (N < MAX_OTHERS)
     if (count > N) return with_count<N + 1>(count, work);
   work(Count<N>{});
 }

@@ -16,11 +16,11 @@ namespace shadowkv {
 
 namespace {
 
-constexpr int64_t TASK_ROWS = 16, TILE_ROWS = 4, MOST_LANES = 16;
+constexpr int64_t TASK_ROWS = 16, TILE_ROWS = 4, MAX_LANES = 16;
 
 // From 16 tokens on, floats are faster than AVX2's integers: theirs are unpacked once for all tokens (Q4_1, 3,072 x 576,
 // Zen 4).
-constexpr int64_t MOST_DIGITS_TOKENS = 12;
+constexpr int64_t MAX_DIGITS_TOKENS = 12;
 
 }  // namespace
 
@@ -36,7 +36,7 @@ int64_t rows_per_task(int64_t weights, int64_t columns) {
 
 Activations::Form Activations::form_of(int64_t tokens) {
   if (instruction_set() == InstructionSet::avx512) return Form::bytes;
-  return tokens > MOST_DIGITS_TOKENS || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
+  return tokens > MAX_DIGITS_TOKENS || instruction_set() == InstructionSet::baseline ? Form::floats : Form::digits;
 }
 
 Activations::Activations(int64_t tokens, int64_t columns)
@@ -58,7 +58,7 @@ void Activations::write(int64_t token, const float* x) {
 }
 
 MatmulScratch::MatmulScratch(int64_t tokens)
-    : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MOST_LANES) {}
+    : panel(TILE_ROWS * PANEL), sums(tokens * TILE_ROWS * MAX_LANES) {}
 
 void multiply_rows(
     const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch,

@@ -152,7 +152,7 @@ float SketchScorer::with_both(const uint8_t* signs, const uint8_t* rest) const {
 void map_query(const float* q, const BFloat16* map, int64_t dim, int64_t bytes, const MappedQuery& out) {
   constexpr float SMALLEST_STEP = 1e-30f;
   constexpr int ROWS = 8, PLANES = 4;
-  float x[8 * MOST_PLANE_BYTES] = {};
+  float x[8 * MAX_PLANE_BYTES] = {};
   float squares = 0.0f, peak = 0.0f;
   for (int64_t i = 0; i < dim; ++i) {
     squares += q[i] * q[i];

@@ -10,7 +10,7 @@
 
 namespace shadowkv {
 
-constexpr int64_t MOST_PLANE_BYTES = 32;  // per key, so that sums fit in 16 bits
+constexpr int64_t MAX_PLANE_BYTES = 32;  // per key, so that sums fit in 16 bits
 
 // One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
 struct SketchPlanes {
@@ -60,7 +60,7 @@ struct MappedQuery {
   int32_t *sum, *plane_sum;
 };
 
-// A query q [dim] times its map [dim, dim], as whole numbers; dim is a multiple of 8 up to 8 * MOST_PLANE_BYTES.
+// A query q [dim] times its map [dim, dim], as whole numbers; dim is a multiple of 8 up to 8 * MAX_PLANE_BYTES.
 void map_query(const float* q, const BFloat16* map, int64_t dim, int64_t bytes, const MappedQuery& out);
 
 // Scores of the runs of some pages, as in the PyTorch reference.

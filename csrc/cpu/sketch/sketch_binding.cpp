@@ -45,7 +45,7 @@ struct SketchArguments {
     group = whole.size(1) / heads;
     TORCH_CHECK(
         whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::kPage &&
-            bytes <= shadowkv::MOST_PLANE_BYTES,
+            bytes <= shadowkv::MAX_PLANE_BYTES,
         "whole has shape ", whole.sizes(), ", signs has shape ", signs.sizes());
     TORCH_CHECK(unit.sizes() == whole.sizes().slice(0, 2), "unit has shape ", unit.sizes(), ", whole ", whole.sizes());
     TORCH_CHECK(
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sketch_queries(
   const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2), heads = maps.size(1);
   const int64_t bytes = (dim + 63) / 64 * 8;
   TORCH_CHECK(
-      dim % 8 == 0 && bytes <= shadowkv::MOST_PLANE_BYTES && maps.size(2) == dim && maps.size(3) == dim &&
+      dim % 8 == 0 && bytes <= shadowkv::MAX_PLANE_BYTES && maps.size(2) == dim && maps.size(3) == dim &&
           maps.stride(3) == 1 && maps.stride(2) == dim,
       "q has shape ", q.sizes(), ", maps ", maps.sizes(), ", strides ", maps.strides());
   TORCH_CHECK(

@@ -25,13 +25,13 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.prefill.exact import MOST_PROMPTS
+from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 320
+MAX_GRAPHS = 320
 """Graphs kept; the least recently used goes first."""
 
 EAGER_STEPS = 8
@@ -53,7 +53,7 @@ STEP_ROWS = (8, 32, 64, 128, 256)
 
 class PromptInputs(NamedTuple):
     """Prompts in a captured pass, int64 on the device: their numbers (``KVCache.exact_prompts``) [m], their token ids
-    [T], and the rows of the pass whose logits are needed [B + MOST_PROMPTS]."""
+    [T], and the rows of the pass whose logits are needed [B + MAX_PROMPTS]."""
 
     numbers: Tensor
     ids: Tensor
@@ -75,7 +75,7 @@ class CudaGraphs:
 
     Args:
         step: computes logits, in any dtype, from a plan's shapes, its numbers on the device, the inputs int64 [2, B],
-            newest tokens and where else they come from, and prompts beside it or None. Or it only rehearses that: runs
+            newest tokens and where else they come from, and prompts beside it or None. Or it makes a dry run: runs
             whatever a capture must not load for the first time, a few layers, because a token waits for this and for
             the capture.
         max_batch: most sequences that decode together.
@@ -98,7 +98,7 @@ class CudaGraphs:
         self.eager: Counter[tuple[int, ...]] = Counter()
         # In float32, for sampling. All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and
         # 128 MB for 256 of them.
-        self._logits = torch.empty(max_batch + MOST_PROMPTS, vocabulary, device=cache.device)
+        self._logits = torch.empty(max_batch + MAX_PROMPTS, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
     def run(
@@ -120,7 +120,7 @@ class CudaGraphs:
         rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
         fits = plan.micro_batches == 1 and all(group.of_sequence is None for group in plan.groups)
-        if rows is None or batch is None or len(sequences) > MOST_PROMPTS or not fits:
+        if rows is None or batch is None or len(sequences) > MAX_PROMPTS or not fits:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
         key = _key(shape, rows)
@@ -156,21 +156,21 @@ class CudaGraphs:
         of_prompts = [np.empty(0, np.int64)] * 3
         if rows:
             lengths = [len(own) for own in given.ids]
-            ids, needed = np.zeros(rows, np.int64), np.zeros(batch + MOST_PROMPTS, np.int64)
+            ids, needed = np.zeros(rows, np.int64), np.zeros(batch + MAX_PROMPTS, np.int64)
             ids[: sum(lengths)] = [token for own in given.ids for token in own]
             needed[:count], needed[count : count + new] = np.arange(count), batch - 1 + np.cumsum(lengths)
             of_prompts = [self.cache.exact_numbers(given.sequences, lengths, rows), ids, needed]
         parts = [shape.packed(), inputs.ravel(), *of_prompts]
         sizes = [part.size for part in parts]
 
-        def run(static: Tensor, rehearsal: bool = False) -> Tensor:
+        def run(static: Tensor, dry_run: bool = False) -> Tensor:
             own, of_step, *beside = static.split(sizes)
             prompts = PromptInputs(*beside) if rows else None
-            logits = self._step(shape, own, of_step.view(2, -1), prompts, rehearsal)
+            logits = self._step(shape, own, of_step.view(2, -1), prompts, dry_run)
             return self._logits[: len(logits)].copy_(logits)
 
-        rehearse = functools.partial(run, rehearsal=True)
-        logits: Tensor = self._run(_key(shape, rows), np.concatenate(parts), run, rehearse, at_once)
+        dry = functools.partial(run, dry_run=True)
+        logits: Tensor = self._run(_key(shape, rows), np.concatenate(parts), run, dry, at_once)
         return logits[: count + new]
 
     def drop(self) -> None:
@@ -200,7 +200,7 @@ class CudaGraphs:
         key: tuple[int, ...],
         numbers: np.ndarray,
         function: Function,
-        rehearsal: Function,
+        dry_run: Function,
         at_once: bool = False,
     ) -> Any:
         captured = self.graphs.get(key)
@@ -212,7 +212,7 @@ class CudaGraphs:
             self.captures += 1
             del self.eager[key]
             try:
-                captured = self._capture(key, numbers, function, rehearsal)
+                captured = self._capture(key, numbers, function, dry_run)
             except torch.OutOfMemoryError as error:
                 if self._together:
                     raise RankFailure(f"no memory for a CUDA graph that all ranks run: {error}") from error
@@ -224,12 +224,12 @@ class CudaGraphs:
         self.graphs.move_to_end(key)
         return captured.result
 
-    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> _Captured:
+    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, dry_run: Function) -> _Captured:
         """The new graph, already run once."""
-        function, rehearsal = self._joining(function), self._joining(rehearsal)
+        function, dry_run = self._joining(function), self._joining(dry_run)
         with _capturing:
-            captured = self.graphs[key] = _Captured(numbers, function, rehearsal, self._pool, self._stream)
-        if len(self.graphs) > MOST_GRAPHS:
+            captured = self.graphs[key] = _Captured(numbers, function, dry_run, self._pool, self._stream)
+        if len(self.graphs) > MAX_GRAPHS:
             self.graphs.popitem(last=False)
         return captured
 
@@ -277,7 +277,7 @@ class _Captured:
     """One graph, the buffer for its numbers, and its outputs."""
 
     def __init__(
-        self, numbers: np.ndarray, function: Function, rehearsal: Function, pool: Any, stream: torch.cuda.Stream
+        self, numbers: np.ndarray, function: Function, dry_run: Function, pool: Any, stream: torch.cuda.Stream
     ) -> None:
         self.staging = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
         self.static = torch.empty(numbers.shape, dtype=torch.int64, device=stream.device)
@@ -288,7 +288,7 @@ class _Captured:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             with torch.cuda.stream(stream):
-                rehearsal(self.static)
+                dry_run(self.static)
         finally:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool, stream=stream):

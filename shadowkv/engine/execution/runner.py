@@ -186,10 +186,10 @@ class Runner:
         numbers: Tensor | None,
         inputs: Tensor,
         prompts: PromptInputs | None = None,
-        rehearsal: bool = False,
+        dry_run: bool = False,
     ) -> Tensor:
         """Logits [B, V] of a decode step in the dtype of activations, or [n, V] with ``prompts`` that stay exact beside
-        it; or of a rehearsal of that (``CudaGraphs``): one layer of each kind.
+        it; or of a dry run of that (``CudaGraphs``): one layer of each kind.
 
         Args:
             plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
@@ -207,7 +207,7 @@ class Runner:
             parts = micro_batches(batch, plan.micro_batches)
             hiddens = hidden.split([part.num_tokens for part in parts])
             flows = [Flow(*part) for part in zip(hiddens, parts, strict=True)]
-        run_through(forward(self._kinds if rehearsal else self.layers, self.cache, flows))
+        run_through(forward(self._kinds if dry_run else self.layers, self.cache, flows))
         if len(flows) == 1:
             return self.model.scores(flows[0].x, flows[0].added)
         x, added = (torch.cat([getattr(flow, name) for flow in flows]) for name in ("x", "added"))

@@ -30,12 +30,12 @@ def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Driver
     return loaded, cache, DriverRunner(loaded.model, cache, ranks, graphs_up_to(config, cache)), notes
 
 
-def _told(method: str) -> Any:
+def _queued(method: str) -> Any:
     """A method of the cache that the other ranks hear of with their next work: none waits for another."""
 
     def call(self: DriverCache, *arguments: Any) -> Any:
         result = getattr(super(DriverCache, self), method)(*arguments)
-        self.ranks.tell(self.ranks.writer.write("cache", method, arguments, result))
+        self.ranks.queue(self.ranks.writer.write("cache", method, arguments, result))
         return result
 
     return call
@@ -48,12 +48,12 @@ class DriverCache(KVCache):
         super().__init__(*args, **options)
         self.ranks = ranks
 
-    allocate, extend, fork = _told("allocate"), _told("extend"), _told("fork")
-    truncate, trim = _told("truncate"), _told("trim")
+    allocate, extend, fork = _queued("allocate"), _queued("extend"), _queued("fork")
+    truncate, trim = _queued("truncate"), _queued("trim")
 
     def release(self, sequence: CachedSequence) -> None:
         super().release(sequence)
-        self.ranks.tell(self.ranks.writer.release(sequence))
+        self.ranks.queue(self.ranks.writer.release(sequence))
 
 
 def _together(method: str) -> Any:
@@ -83,7 +83,7 @@ class DriverRunner(Runner):
     ) -> Generator[None, None, Prefilled]:
         steps, writer, ended = super().prefill(work, scored), self.ranks.writer, False
         number, written = writer.begin("runner", "prefill", (work, scored))
-        self.ranks.tell(written)
+        self.ranks.queue(written)
         try:
             while True:
                 self.ranks.send(writer.write("worker", "advance", (number,)))
@@ -98,4 +98,4 @@ class DriverRunner(Runner):
         finally:
             if not ended:
                 steps.close()
-                self.ranks.tell(writer.write("worker", "leave", (number,)))
+                self.ranks.queue(writer.write("worker", "leave", (number,)))

@@ -92,10 +92,10 @@ class Ranks:
             except (OSError, EOFError):
                 said = True, None
             if said != HERE:
-                self.failure = self._in_words(pipe, said[1])
+                self.failure = self._describe_end(pipe, said[1])
                 raise RankFailure(self.failure)
 
-    def tell(self, call: bytes) -> None:
+    def queue(self, call: bytes) -> None:
         """Queues a call that ``writer`` has written, for the other ranks, to whom it goes with the next ``send``."""
         self._pending.append(call)
 
@@ -152,7 +152,7 @@ class Ranks:
                 is_cause, reason = pipe.recv()
             except (OSError, EOFError):
                 is_cause, reason = True, None
-            found = self._in_words(pipe, reason)
+            found = self._describe_end(pipe, reason)
             if is_cause:
                 break
         self.failure = found
@@ -166,7 +166,7 @@ class Ranks:
         if self.group.size > 1:
             self.group.abort()  # ends what waits for that rank on the GPU; this returns once CUDA graphs are gone
 
-    def _in_words(self, pipe: Connection, reason: str | None) -> str:
+    def _describe_end(self, pipe: Connection, reason: str | None) -> str:
         """What happened to the rank at the other end, which may have given a ``reason``."""
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:

@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, runner: Runner, cache: KVCache) -> None:
         self.reader = Reader({"worker": self, "cache": cache, "runner": runner}, cache.device)
 
-    def obey(self, written: Iterable[bytes]) -> None:
+    def run_commands(self, written: Iterable[bytes]) -> None:
         """Makes rank 0's calls."""
         for call in written:
             self.reader.call(call)
@@ -69,7 +69,7 @@ def main(number: int) -> None:
             worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache)
             said = (RankFailure,)  # any other error from here on is a bug
             while True:
-                worker.obey(commands.get())
+                worker.run_commands(commands.get())
     except BaseException as error:
         of_another = isinstance(error, RankFailure)
         with suppress(OSError):

@@ -131,6 +131,7 @@ class EngineClient:
 
     Attributes:
         stopping: whether its end is wanted.
+        watch: called with what each step adds to this client's requests, before anybody else sees it.
         name: its own to engines.
     """
 
@@ -138,8 +139,10 @@ class EngineClient:
         self, facts: EngineFacts, tokenizer: Tokenizer, folder: str, alive: Callable[[], bool] = lambda: True
     ) -> None:
         self._facts, self.tokenizer, self._folder, self._alive = facts, tokenizer, folder, alive
-        self.advice = facts.advice
+        self.advice, self.max_concurrency = facts.advice, facts.max_concurrency
+        self.watch: Callable[[Sequence[TokenOutput]], None] = lambda outputs: None
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
+        self.model_path = facts.model_path
         self.default_max_tokens = facts.limits.default_max_tokens
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
@@ -221,6 +224,7 @@ class EngineClient:
 
     def _take(self, event: messages.Event) -> None:
         if isinstance(event, messages.Step):
+            self.watch(event.outputs)
             for output in event.outputs:
                 answer = self._answers.get(output.request_id)
                 if answer is not None:
@@ -371,9 +375,10 @@ class EngineClient:
 
     # -- what is cached ---------------------------------------------------------------------------------------------
 
-    async def stats(self) -> EngineStats:
-        """Requests in flight and memory in use; raises EngineDead."""
-        stats: EngineStats = await self._ask(messages.Statistics(self._number()), None, EngineStats)
+    async def stats(self, usage: bool = False) -> EngineStats:
+        """Requests in flight and memory in use, with ``usage`` also the share of it that they hold; raises
+        EngineDead."""
+        stats: EngineStats = await self._ask(messages.Statistics(self._number(), usage), None, EngineStats)
         return stats
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:

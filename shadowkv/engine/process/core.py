@@ -122,6 +122,8 @@ class EngineCore:
             engine.requests.stop_ids,
             engine.sampling_defaults,
             engine.config,
+            engine.model_path,
+            engine.scheduler.max_concurrency,
             advice(engine.config.model),
         )
 
@@ -155,7 +157,7 @@ class EngineCore:
         elif isinstance(command, messages.Abort):
             self._commands.put(partial(self._end, command.request_id, self.engine.abort))
         elif isinstance(command, messages.Statistics):
-            reply = messages.reply(command.number, self.engine.stats())
+            reply = messages.reply(command.number, self.engine.stats(command.usage))
             self._router.send_multipart([client, encode(reply)])
         elif isinstance(command, messages.Greeting):
             if command.version == messages.VERSION:

@@ -86,6 +86,8 @@ class EngineFacts:
         socket: its name in the folder.
         notes: lines for the start of a server: model, policy, and how many sequences of which length fit where.
         stop_ids: tokens that end an answer.
+        model_path: the model's file or folder, or what it was asked for by where its weights are dummies.
+        max_concurrency: how many sequences of the model's length the KV cache has room for at once.
         advice: what is to be expected of a model that is too small to answer well; None for others.
     """
 
@@ -96,6 +98,8 @@ class EngineFacts:
     stop_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     config: EngineConfig
+    model_path: str
+    max_concurrency: float
     advice: str | None = None
 
 

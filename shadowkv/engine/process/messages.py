@@ -18,7 +18,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import Effort
 
-VERSION = 4
+VERSION = 5
 """Of these messages."""
 
 ID_BYTES = 4
@@ -72,9 +72,10 @@ class Forget(msgspec.Struct, tag=True):
 
 
 class Statistics(msgspec.Struct, tag=True):
-    """Asks for ``EngineStats``."""
+    """Asks for ``EngineStats``, with or without the ``usage``."""
 
     number: int
+    usage: bool = False
 
 
 class Compile(msgspec.Struct, tag=True):

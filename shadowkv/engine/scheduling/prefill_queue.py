@@ -28,15 +28,15 @@ burst wait for it: with half of the time for the long one, ten that came within 
 to 0.40 s on an H200, and with all for them they would have taken the device a quarter of a second."""
 
 
-MOST_OWED = 0.5
+MAX_OWED = 0.5
 """Seconds that newcomers may owe to what they overtake: a client whose requests end at once is a newcomer each time."""
 
-MOST_AT_WORK = 3
+MAX_IN_FLIGHT = 3
 """A long one, a pack that has overtaken it, and newcomers that have overtaken that: each has activations of its own."""
 
 
 @dataclass(eq=False)
-class PrefillAtWork:
+class PrefillInFlight:
     """Requests whose prompts are computed together.
 
     Attributes:
@@ -79,38 +79,38 @@ class PrefillQueue:
 
     A short one starts where the current long one is paused, and is finished first. Another does so only when the long
     one has since had its ``LONG_SHARE`` of the device's time, or where it is a newcomer's: that may overtake a pack of
-    others' short ones as well, up to ``MOST_OWED``.
+    others' short ones as well, up to ``MAX_OWED``.
 
     Attributes:
-        at_work: the last one is running; those before it are long and paused.
+        in_flight: the last one is running; those before it are long and paused.
         pace: how long prompts take on this device.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, pace: Pace) -> None:
         self.runner, self.scheduler, self.pace = runner, scheduler, pace
-        self.at_work: list[PrefillAtWork] = []
+        self.in_flight: list[PrefillInFlight] = []
 
     @property
     def _leaders(self) -> list[Leader]:
-        return [leader for prefill in self.at_work for leader in prefill.leaders]
+        return [leader for prefill in self.in_flight for leader in prefill.leaders]
 
     @property
     def num_requests(self) -> int:
         """Number of requests in all of them; may be called from any thread."""
-        return sum(len(prefill.rows) for prefill in self.at_work)
+        return sum(len(prefill.rows) for prefill in self.in_flight)
 
-    def of(self, request_id: str) -> PrefillAtWork | None:
+    def of(self, request_id: str) -> PrefillInFlight | None:
         """The prefill that computes a request."""
-        for prefill in self.at_work:
+        for prefill in self.in_flight:
             if any(running.request.request_id == request_id for running in prefill.rows):
                 return prefill
         return None
 
     def start(self, most_tokens: float = math.inf) -> None:
         """Starts another one if it is the turn of requests, with several prompts only up to ``most_tokens``."""
-        if not self.at_work:
+        if not self.in_flight:
             rows = self.scheduler.admit(most_tokens=most_tokens)
-        elif (last := self.at_work[-1]).long and last.owed <= 0:
+        elif (last := self.in_flight[-1]).long and last.owed <= 0:
             rows = self.scheduler.admit(self._leaders, most_tokens)
         elif self._newcomers_may_start:
             rows = self.scheduler.admit(self._leaders, most_tokens, newcomers_only=True)
@@ -128,18 +128,18 @@ class PrefillQueue:
         tokens = sum(len(ids) for _, ids in work)
         pieces = self.runner.prefill_pieces(tokens)
         steps = self.runner.prefill(work, scored)
-        self.at_work.append(PrefillAtWork(rows, steps, watch, long, scored, tokens, pieces))
+        self.in_flight.append(PrefillInFlight(rows, steps, watch, long, scored, tokens, pieces))
 
     @property
     def _newcomers_may_start(self) -> bool:
-        more = len(self.at_work) < MOST_AT_WORK and self.at_work[0].owed <= MOST_OWED
+        more = len(self.in_flight) < MAX_IN_FLIGHT and self.in_flight[0].owed <= MAX_OWED
         return more and self.scheduler.waiting.has_newcomers
 
-    def joining(self, seconds: float) -> PrefillAtWork | None:
+    def joining(self, seconds: float) -> PrefillInFlight | None:
         """The prefill that is to be part of the next decode step: the current one, if it will add at most ``seconds``
         to it, and can be. A step is one pass without a pause: what has begun already, is scored, attends to more than a
         block or waits for what other tiers send is computed by itself."""
-        prefill, scheduler = self.at_work[-1] if self.at_work else None, self.scheduler
+        prefill, scheduler = self.in_flight[-1] if self.in_flight else None, self.scheduler
         if prefill is None or prefill.done or prefill.scored or self.pace.seconds(prefill.tokens) > seconds:
             return None
         whole = sum(len(running.request.prompt_token_ids) for running in prefill.rows)
@@ -147,18 +147,18 @@ class PrefillQueue:
         fits = prefill.tokens + len(scheduler.running) <= scheduler.max_num_batched_tokens
         return prefill if fits and not arriving and not scheduler.is_long(whole) else None
 
-    def joined(self, prefill: PrefillAtWork) -> None:
+    def joined(self, prefill: PrefillInFlight) -> None:
         """Records that a decode step computes it."""
         self._account(prefill, self.pace.seconds(prefill.tokens))
-        self.at_work.remove(prefill)
+        self.in_flight.remove(prefill)
 
-    def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
+    def advance(self, seconds: float) -> tuple[PrefillInFlight, Tensor, list[Tensor]] | None:
         """Continues the last one until another piece would take the device's work beyond ``seconds``, or makes the
         graph of the batch that its requests will join.
 
         Returns it, with its results, if it has ended. If it raises, the prefill is still there, to be dropped.
         """
-        prefill = self.at_work[-1]
+        prefill = self.in_flight[-1]
         prefill.watch.start()
         try:
             with torch.inference_mode():
@@ -176,10 +176,10 @@ class PrefillQueue:
         except StopIteration as end:
             self._account(prefill, prefill.watch.launched())
             self.pace.add(prefill.tokens, prefill.seconds)
-            self.at_work.remove(prefill)
+            self.in_flight.remove(prefill)
             return prefill, *end.value
 
-    def _prepare(self, prefill: PrefillAtWork, seconds: float) -> float:
+    def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
         """Makes the graph of the first step after a prefill, after pieces that leave the slice ``CAPTURE_SECONDS``.
 
         Returns the seconds that those pieces take; 0 where that was not done: the graph may exist already, ``seconds``
@@ -200,16 +200,16 @@ class PrefillQueue:
         self.runner.prepare(plan)
         return pieces * prefill.watch.piece
 
-    def drop(self, prefill: PrefillAtWork) -> None:
+    def drop(self, prefill: PrefillInFlight) -> None:
         """Abandons a prefill and frees what its requests own."""
         prefill.steps.close()
-        self.at_work.remove(prefill)
+        self.in_flight.remove(prefill)
         for running in prefill.rows:
             self.scheduler.finish(running, keep=False)
 
-    def _account(self, prefill: PrefillAtWork, seconds: float) -> None:
+    def _account(self, prefill: PrefillInFlight, seconds: float) -> None:
         prefill.seconds += seconds
-        first = self.at_work[0]
+        first = self.in_flight[0]
         if prefill is first:
             first.owed = max(0.0, first.owed - seconds)
         else:

@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 SPARE_TOKENS = 1024
 """A short question and its answer, for which there is room beside the requests of other tenants."""
 
-MOST_REFUSED = 32
+MAX_REFUSED = 32
 """Newcomers that are looked at although there was no room for them."""
 
-MOST_ON_THEIR_WAY = 32
+MAX_ON_THEIR_WAY = 32
 """Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
 every step."""
 
@@ -170,6 +170,25 @@ class Scheduler:
         lengths = (len(request.prompt_token_ids) for request in self.waiting)
         return sum(length for length in lengths if not self.is_long(length))
 
+    @property
+    def deferred(self) -> int:
+        """Waiting requests for which something is on its way from the disk; may be read from any thread."""
+        return self.prefix_cache.deferred
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many sequences of the model's length the KV cache has room for at once."""
+        length, total = self.cache.max_model_len, self.cache.total
+        need = self.cache.demand(length, length)
+        return min(total[tier] / need[tier] for tier in self.cache.layout.paged if need[tier])
+
+    @property
+    def usage(self) -> float:
+        """The share of the KV cache, 0 to 1, that requests in flight hold, in the tier where it is largest; may be read
+        from any thread. What is kept of others makes room for them, and does not count."""
+        total, reachable = self.cache.total, self._reachable()
+        return max(0.0, *(1 - reachable[tier] / total[tier] for tier in self.cache.layout.paged if total[tier]))
+
     def check_memory(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if the cache has no room for a request of this size even when it is empty."""
         need = self.cache.demand(prompt_tokens, prompt_tokens + max(1, max_tokens) - 1)
@@ -202,18 +221,18 @@ class Scheduler:
         return new > BLOCK_TOKENS[self.cache.device.type]
 
     def admit(
-        self, at_work: Iterable[Leader] = (), most_tokens: float = math.inf, newcomers_only: bool = False
+        self, in_flight: Iterable[Leader] = (), most_tokens: float = math.inf, newcomers_only: bool = False
     ) -> list[Running]:
         """The waiting requests to prefill together next, with their sequences.
 
         Args:
-            at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
+            in_flight: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
                 them and the others, and the others have at most a block.
             most_tokens: a further limit on prompts that are packed; one may have more by itself.
             newcomers_only: whether to admit only requests of tenants for whom nothing is computed.
         """
         admitted: list[Running] = []
-        leaders = list(at_work)
+        leaders = list(in_flight)
         beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
         waiting, refused = self.waiting.ordered(), 0
         newcomers = self.waiting.newcomers.copy()
@@ -236,7 +255,7 @@ class Scheduler:
             match = self._match(request)
             if match and not match.ready:
                 on_their_way += 1
-                if on_their_way == MOST_ON_THEIR_WAY:
+                if on_their_way == MAX_ON_THEIR_WAY:
                     break
                 continue
             new = length - (match.tokens if match else 0)
@@ -254,7 +273,7 @@ class Scheduler:
             if sequence is None:
                 self._refused = attempt
                 refused += 1
-                if not newcomer or refused == MOST_REFUSED:
+                if not newcomer or refused == MAX_REFUSED:
                     break
                 newcomers_only = True  # what is left to short ones of them does not keep it waiting
                 continue
@@ -270,11 +289,11 @@ class Scheduler:
                 break
         return admitted
 
-    def _leaves_room(self, request: Request, newcomer: bool, at_work: list[Leader]) -> bool:
+    def _leaves_room(self, request: Request, newcomer: bool, in_flight: list[Leader]) -> bool:
         """Whether a request is to leave memory to short requests of newcomers: where anything else runs or is computed,
         and it is not one of them."""
         is_one = newcomer and request.capacity <= SPARE_TOKENS
-        return bool(self.running or at_work) and self.waiting.is_shared(request) and not is_one
+        return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
         """What is cached of a prompt."""

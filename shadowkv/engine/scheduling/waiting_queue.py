@@ -44,7 +44,7 @@ class WaitingQueue:
         self._policy = policy
         self._ranks: dict[Request, float] = {}
         self._waiting: Counter[str] = Counter()
-        self._at_work: dict[str, set[Request]] = {}
+        self._in_flight: dict[str, set[Request]] = {}
         self._had: dict[str, float] = {}
         self.newcomers: set[str] = set()
         self._order: list[Request] | None = None
@@ -72,20 +72,20 @@ class WaitingQueue:
     def start(self, request: Request, tokens: int) -> None:
         """Takes one out of whose prompt so many tokens are computed from now on."""
         self.remove(request)
-        self._at_work.setdefault(request.tenant, set()).add(request)
+        self._in_flight.setdefault(request.tenant, set()).add(request)
         self._had[request.tenant] += PROMPT_COST * tokens
 
     def start_elsewhere(self, request: Request) -> None:
         """Counts one as started that has not waited here: its prompt was computed elsewhere."""
         self._come(request.tenant)
-        self._at_work.setdefault(request.tenant, set()).add(request)
+        self._in_flight.setdefault(request.tenant, set()).add(request)
 
     def end(self, request: Request) -> None:
         """Counts what one that was started has generated; until then that counts as it comes."""
         self._had[request.tenant] += OUTPUT_COST * len(request.output_token_ids)
-        self._at_work[request.tenant].remove(request)
-        if not self._at_work[request.tenant]:
-            del self._at_work[request.tenant]
+        self._in_flight[request.tenant].remove(request)
+        if not self._in_flight[request.tenant]:
+            del self._in_flight[request.tenant]
         self._order = None
 
     def _come(self, tenant: str) -> None:
@@ -97,17 +97,17 @@ class WaitingQueue:
         self._had = {tenant: least, **had, **ahead}
 
     def _is_active(self, tenant: str) -> bool:
-        return bool(self._waiting[tenant] or tenant in self._at_work)
+        return bool(self._waiting[tenant] or tenant in self._in_flight)
 
     def _had_by_now(self, tenant: str) -> float:
         """Also for requests that are at work."""
-        tokens = sum(len(request.output_token_ids) for request in self._at_work.get(tenant, ()))
+        tokens = sum(len(request.output_token_ids) for request in self._in_flight.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 
     def _newcomers(self) -> set[str]:
         if self._policy == "fcfs":
             return set()
-        new = {tenant for tenant in self._waiting if tenant and tenant not in self._at_work}
+        new = {tenant for tenant in self._waiting if tenant and tenant not in self._in_flight}
         if not new:
             return new
         least = min(self._had_by_now(tenant) for tenant in self._had if self._is_active(tenant))

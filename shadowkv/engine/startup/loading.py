@@ -14,17 +14,17 @@ from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
-from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, likely_cache_bytes, prefixes_in_words, size_cache
+from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, describe_prefixes, likely_cache_bytes, size_cache
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.parts import in_words
+from shadowkv.kvcache.parts import describe
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.directory import GENERATION_CONFIG, NUMBERS, read_sampling
+from shadowkv.models.directory import GENERATION_CONFIG, OVERRIDES, read_sampling
 from shadowkv.models.downloads import Hub
 from shadowkv.models.known import advice
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
@@ -181,10 +181,10 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [
         f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
-        f"{loaded.model.weights_in_words} on {cache.device}{ranks}",
+        f"{loaded.model.weights_description} on {cache.device}{ranks}",
         *([f"advice  {told}"] if (told := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
-        f"policy  {config.policy}: {in_words(cache.spec, cache.shape)}",
+        f"policy  {config.policy}: {describe(cache.spec, cache.shape)}",
         *(
             f"windows {len(group.layers)} of {counted(group.model_layers, 'layer')} attend to the newest "
             f"{counted(group.window, 'token')}, exact under every policy"
@@ -194,7 +194,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
-        f"cache   {prefixes_in_words(config, cache.layout)}",
+        f"cache   {describe_prefixes(config, cache.layout)}",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)
@@ -290,8 +290,8 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
 
 def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``defaults`` with ``overrides`` in place of their own, if a request may ask for them; raises ValueError."""
-    if unknown := [name for name in overrides if name not in NUMBERS]:
-        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(NUMBERS)}"
+    if unknown := [name for name in overrides if name not in OVERRIDES]:
+        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(OVERRIDES)}"
         also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""
         names = ["override_generation_config", "default_max_tokens"]
         raise SettingsError(f"override_generation_config {reason}{also}", names)
@@ -307,8 +307,8 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
     return {**defaults, **overrides}
 
 
-def defaults_in_words(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
+def describe_defaults(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
     """Lines for the start of a server; ``overridden`` says whether some are not those of a file."""
     source = f"{GENERATION_CONFIG}, overridden" if overridden else GENERATION_CONFIG
-    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    values = ", ".join(f"{name} {value if name == 'seed' else f'{value:g}'}" for name, value in defaults.items())
     return [f"sample  {values} where a request does not say ({source})"] if defaults else []

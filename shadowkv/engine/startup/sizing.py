@@ -43,7 +43,7 @@ WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 of the longest sequence, but within these two bounds in GiB."""
 
 
-def in_words(count: int) -> str:
+def in_gib(count: int) -> str:
     """Bytes as messages write them."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.2f} MiB"
 
@@ -237,7 +237,7 @@ def size_cache(
     offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
         raise OutOfMemory(
-            f"copies of cached prompts would take {in_words(offload)} of host memory, {in_words(host_free)} are "
+            f"copies of cached prompts would take {in_gib(offload)} of host memory, {in_gib(host_free)} are "
             f"free. {'Lower' if config.kv_offload_gib else 'Set'} kv_offload_gib",
             config.names(),
         )
@@ -260,8 +260,8 @@ def size_cache(
         size = layout.tier_bytes(_demand(layout, layout.max_model_len))
         raise OutOfMemory(
             f"one sequence of {counted(layout.max_model_len, 'token')} needs "
-            f"{in_words(size['device'])} of device and {in_words(size['host'])} of host memory for its KV cache; there "
-            f"are {in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
+            f"{in_gib(size['device'])} of device and {in_gib(size['host'])} of host memory for its KV cache; there "
+            f"are {in_gib(left(layout))} and {in_gib(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
             "max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
             config.names(),
         )
@@ -269,9 +269,9 @@ def size_cache(
     blocks = Blocks({kind: min(most[kind], slots * need[kind]) for kind in most})
     taken = layout.tier_bytes(blocks)["host"]
     if taken > host_free:  # it would be granted, and the process killed later
-        beside = f" beside the {in_words(offload)} for copies of cached prompts" if offload else ""
+        beside = f" beside the {in_gib(offload)} for copies of cached prompts" if offload else ""
         raise OutOfMemory(
-            f"the KV cache would take {in_words(taken)} of host memory, {in_words(host_free)} are free{beside}. "
+            f"the KV cache would take {in_gib(taken)} of host memory, {in_gib(host_free)} are free{beside}. "
             f"Lower host_memory_gib{' or kv_offload_gib' if offload else ''}",
             config.names(),
         )
@@ -312,8 +312,8 @@ def _device_bytes(
     free, total = torch.cuda.mem_get_info(device)
     working = working_bytes(model, layout, config.max_num_seqs, offload_bytes(config, layout) > 0)
     return int(total * share) - (total - free) - working, (
-        f" ({in_words(int(total * share))} of the GPU may be used, {in_words(total - free)} are in use by all "
-        f"processes, and {in_words(working)} are left for prefill and decode steps)"
+        f" ({in_gib(int(total * share))} of the GPU may be used, {in_gib(total - free)} are in use by all "
+        f"processes, and {in_gib(working)} are left for prefill and decode steps)"
     )
 
 
@@ -323,7 +323,7 @@ def _demand(layout: Layout, capacity: int) -> Blocks:
     return Blocks({kind: need[kind] for kind in layout.paged})
 
 
-def prefixes_in_words(config: EngineConfig, layout: Layout) -> str:
+def describe_prefixes(config: EngineConfig, layout: Layout) -> str:
     """The prefix cache's tiers and their sizes."""
     if not config.enable_prefix_caching:
         return "no prefixes"

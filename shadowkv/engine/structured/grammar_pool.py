@@ -70,7 +70,7 @@ ENDED = 16
 REMEMBERED = 4_096
 """Grammars that were too costly, and are refused at once the next time."""
 
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 """Processes that an answer may lose through no fault of its own."""
 
 SHUT_DOWN = "the engine is being shut down"
@@ -568,7 +568,7 @@ class GrammarPool:
         """Goes on with an answer in another process."""
         matched.deaths += 1
         answer = matched.answer
-        if matched.deaths > MOST_DEATHS:
+        if matched.deaths > MAX_DEATHS:
             answer.fail(not_followed(reason, answer.grammar.rules))
             return
         if (process := self._process_of(answer)) is None:

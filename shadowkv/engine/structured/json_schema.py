@@ -44,6 +44,10 @@ Effort = Literal["small", "medium", "large"]
 """What compiling a schema takes: a second at the most; seconds, or forever, although it is short; half a minute, or
 forever."""
 
+LISTED_ITEMS = re.compile(r'"items":\s*\[')
+DATA = ("const", "enum", "default", "examples")
+"""Keys whose values are no schemas."""
+
 LONGEST_STRING = 1_000
 """States of a string, however long it may be."""
 
@@ -190,6 +194,25 @@ def unrolled(pattern: str) -> int:
             sizes[-1] += 1
         sizes[-1] = min(sizes[-1], HUGE)
     return min(sum(sizes), HUGE)
+
+
+def with_prefix_items(schema: str) -> str:
+    """A schema (as JSON text) in which lists of ``items``, of drafts of JSON Schema before 2020-12, have the name that
+    the compiler knows: ``prefixItems``."""
+    return json.dumps(_with_prefix_items(json.loads(schema))) if LISTED_ITEMS.search(schema) else schema
+
+
+def _with_prefix_items(rules: Any) -> Any:
+    if isinstance(rules, list):
+        return [*map(_with_prefix_items, rules)]
+    if not isinstance(rules, dict):
+        return rules
+    parts = {key: value if key in DATA else _with_prefix_items(value) for key, value in rules.items()}
+    if isinstance(parts.get("items"), list):
+        parts["prefixItems"] = parts.pop("items")
+        if "additionalItems" in parts:
+            parts["items"] = parts.pop("additionalItems")
+    return parts
 
 
 def _children(value: Any) -> list[Any]:

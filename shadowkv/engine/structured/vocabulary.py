@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shadowkv.engine.structured.json_schema import check_schema, compiler_reason
+from shadowkv.engine.structured.json_schema import check_schema, compiler_reason, with_prefix_items
 from shadowkv.grammar_text import choice_grammar, grammar_kind
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compile_schema(info: xgrammar.TokenizerInfo, schema: str, one_line: bool) ->
             return compiler.compile_grammar(choice_grammar(rules) if kind == "choice" else rules)
         if check_schema(schema).anything:
             return compiler.compile_builtin_json_grammar()
-        return compiler.compile_json_schema(schema, any_whitespace=not one_line)
+        return compiler.compile_json_schema(with_prefix_items(schema), any_whitespace=not one_line)
     except (RuntimeError, ValueError) as error:  # includes RecursionError
         if "bad_alloc" in str(error):
             raise MemoryError from error

@@ -133,10 +133,10 @@ class DecodePlanner:
             self.fetching.publish()
 
 
-FEWEST_PAGES = 8
+MIN_PAGES = 8
 """Minimum width of a page table for sealed pages."""
 
-FEWEST_EXACT_PAGES = 32
+MIN_EXACT_PAGES = 32
 """The same for exact pages: a warp looks at as many names at once. Widths above are powers of 2, as entries without
 tokens are skipped 32 at a time: shapes of short sequences differ in the batch alone, and few graphs serve all."""
 
@@ -157,8 +157,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
     """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more; or for ``batch``."""
     count, rows, most = plan.shape[:3]
     batch = batch or max(min(round_up(count), max_batch), count)
-    exact = min(1 << (max(plan.exact_pages, FEWEST_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
-    sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
+    exact = min(1 << (max(plan.exact_pages, MIN_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
+    sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, MIN_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
     sequence, segment = padding_numbers(tables)
     of_sequence = plan.of_sequence

@@ -3,7 +3,7 @@
 A new method is one part file, one line here and one line in ``presets.py``; a new format of keys or values is a codec
 (``shadowkv.kvcache.codecs``). Packages of one's own ``register`` all three (``plugins.py``). A part sees a layer's
 keys, values and queries; what needs more does not fit here, such as InfiniGen's scores from the input of the layer
-before (arXiv:2406.19707; ``index_skewed.py`` has the rest of it).
+before (arXiv:2406.19707; ``index_infinigen.py`` has the rest of it).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ INDEX_PARTS = {
     "sketch-1bit": "index_sketch:SignSketch",
     "exact": "index_plain:Exact",
     "recent": "index_plain:Recent",
-    "pca": "index_pca:PCA",
-    "votes": "index_votes:Votes",
-    "skewed": "index_skewed:Skewed",
-    "trig": "index_trig:Trig",
+    "pca": "index_loki:PCA",
+    "votes": "index_snapkv:Votes",
+    "skewed": "index_infinigen:Skewed",
+    "trig": "index_triattention:Trig",
 }
 PLACES = ("device", "host")
 KINDS: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
@@ -190,7 +190,7 @@ def key_part(spec: KVSpec) -> type[KeyPart]:
     return part
 
 
-def in_words(spec: KVSpec, shape: ModelShape) -> str:
+def describe(spec: KVSpec, shape: ModelShape) -> str:
     """One line that names every part and number of a resolved policy."""
     prefill = [f"{spec.prefill} prefill"] if spec.prefill else []
     if spec.prefill == "sparse":
@@ -203,7 +203,7 @@ def in_words(spec: KVSpec, shape: ModelShape) -> str:
     )
     words = [keys, index, f"{values} on the {spec.place}", f"chunks of {spec.chunk} tokens"]
     if spec.selects:
-        words += [spec.budget_in_words(), f"{spec.outliers} outlier chunks per kv head"]
+        words += [spec.describe_budget(), f"{spec.outliers} outlier chunks per kv head"]
     words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
     if spec.skip_layers:
         words.append(f"first and last {spec.skip_layers} layers exact")
@@ -216,7 +216,7 @@ def _part(axis: str, name: str) -> Any:  # each axis has its own class
     if axis == "index":
         path = INDEX_PARTS[name]
     elif name in LATENT_CODECS:
-        path = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_mixed:MixedLowRankKeys"
+        path = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_shard:MixedLowRankKeys"
     else:
         kind = axis.capitalize()
         path = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"

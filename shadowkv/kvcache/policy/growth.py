@@ -25,7 +25,7 @@ SETTLED = 2048
 KL to full attention is 0.0106, 0.0078 and 0.0074 on the state of the 2,048 and 0.0093, 0.0059 and 0.0061 with one of
 their own (three texts); but states for all that a long answer may grow to would have to be held from its start."""
 
-MOST_SEGMENTS = 8
+MAX_SEGMENTS = 8
 """Segments of one sequence with states of their own: the last one's state serves everything that follows."""
 
 UNLIMITED = 2**62
@@ -46,7 +46,7 @@ class SealedRun(Protocol):
 
 
 @dataclass(frozen=True)
-class Standing:
+class SegmentState:
     """How far a sequence is sealed.
 
     Attributes:
@@ -62,7 +62,7 @@ class Standing:
     generated_reach: int = 0
 
     @classmethod
-    def behind(cls, path: Sequence[SealedRun]) -> Standing:
+    def behind(cls, path: Sequence[SealedRun]) -> SegmentState:
         """The standing of a sequence with these segments."""
         if not path:
             return cls()
@@ -122,14 +122,14 @@ class Growth:
 
     def reach(self, segments: int, first: int, end: int) -> int:
         """How far the state of a sequence's last segment, for tokens ``first`` to ``end``, reaches."""
-        if not self.learns or segments >= MOST_SEGMENTS:
+        if not self.learns or segments >= MAX_SEGMENTS:
             return UNLIMITED
         return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
 
-    def fitted(self, at: Standing, sealed: int, end: int) -> Standing:
+    def fitted(self, at: SegmentState, sealed: int, end: int) -> SegmentState:
         """What ``at`` becomes when tokens after it, up to ``end``, get a state and are sealed up to ``sealed``."""
         reach = self.reach(at.segments + 1, at.sealed, end)
-        return Standing(sealed, at.segments + 1, reach, generated_reach(at.sealed, end, reach))
+        return SegmentState(sealed, at.segments + 1, reach, generated_reach(at.sealed, end, reach))
 
     def limit(self, segments: int) -> int:
         """The longest tail after that many segments that stays exact if a prompt ends with it."""
@@ -139,7 +139,7 @@ class Growth:
         """The same if more is generated."""
         return self.spec.exact_limit if segments else self.spec.late_limit
 
-    def sealed(self, at: Standing, length: int, final: bool) -> Sealed:
+    def sealed(self, at: SegmentState, length: int, final: bool) -> Sealed:
         """What is sealed once a sequence has ``length`` tokens; ``final`` where it will not grow."""
         target = max(at.sealed, self.spec.sealed_pages(length) * PAGE)
         if not self.spec.seals or target <= at.reach:
@@ -150,7 +150,7 @@ class Growth:
             return Sealed(at.sealed, False)
         return Sealed(target, True)
 
-    def forecast(self, at: Standing, start: int, capacity: int) -> Forecast:
+    def forecast(self, at: SegmentState, start: int, capacity: int) -> Forecast:
         """What a sequence needs to be extended to ``start`` tokens by a prompt, and to ``capacity`` by decoding."""
         spec, before, longest = self.spec, at.segments, 0
         soon = self.sealed(at, start, start == capacity)
@@ -159,7 +159,7 @@ class Growth:
         elif at.segments:
             at = replace(at, sealed=soon.tokens)
             longest = start - soon.tokens
-        while at.segments < MOST_SEGMENTS:
+        while at.segments < MAX_SEGMENTS:
             stuck = max(at.sealed, at.generated_reach // PAGE * PAGE)  # all that can be sealed on the last state
             if at.segments and capacity > stuck + spec.local + PAGE:
                 longest = max(longest, min(capacity - stuck, spec.exact_limit + 1))

@@ -242,7 +242,7 @@ class KVSpec:
         tail = context - PAGE * self.sealed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
 
-    def budget_in_words(self) -> str:
+    def describe_budget(self) -> str:
         """How much a step selects."""
         words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
         if self.budget is None:

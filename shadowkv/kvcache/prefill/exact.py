@@ -14,20 +14,20 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.kvcache.sequences.store import Store
 
-MOST_PROMPTS = 15
+MAX_PROMPTS = 15
 """New prompts in such a pass."""
 
 
 @dataclass
 class ExactPrompts:
-    """Tokens of up to ``MOST_PROMPTS`` new sequences that all stay exact, packed, in T rows: those that are left over
+    """Tokens of up to ``MAX_PROMPTS`` new sequences that all stay exact, packed, in T rows: those that are left over
     belong to one more sequence, which is nobody's.
 
     Attributes:
         positions: int64 [T].
         write_page, write_offset: int64 [T], names of exact pages, and rows there; those of tokens that are not kept are
             nobody's.
-        cu_seqlens: int32 [MOST_PROMPTS + 2], where each sequence begins; the last ones may be empty.
+        cu_seqlens: int32 [MAX_PROMPTS + 2], where each sequence begins; the last ones may be empty.
         keys, values: [T, H, d] after and without RoPE, of the layer at work.
     """
 
@@ -46,16 +46,16 @@ class ExactPrompts:
 
 def starts_of(lengths: Sequence[int], rows: int) -> np.ndarray:
     """``ExactPrompts.cu_seqlens`` of prompts of these lengths in that many rows."""
-    if len(lengths) > MOST_PROMPTS or sum(lengths) > rows:
-        raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MOST_PROMPTS} of {rows}")
-    starts = np.full(MOST_PROMPTS + 2, rows, np.int64)
+    if len(lengths) > MAX_PROMPTS or sum(lengths) > rows:
+        raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MAX_PROMPTS} of {rows}")
+    starts = np.full(MAX_PROMPTS + 2, rows, np.int64)
     starts[: len(lengths) + 1] = np.cumsum([0, *lengths])
     return starts
 
 
 def numbers_of(sequences: Sequence[CachedSequence], tables: Tables) -> np.ndarray:
-    """What a group of layers needs of the sequences: slots and pages, int64 [2, MOST_PROMPTS + 1]."""
-    slots = np.full(MOST_PROMPTS + 1, tables.padding_slot, np.int64)
+    """What a group of layers needs of the sequences: slots and pages, int64 [2, MAX_PROMPTS + 1]."""
+    slots = np.full(MAX_PROMPTS + 1, tables.padding_slot, np.int64)
     slots[: len(sequences)] = [sequence.slot for sequence in sequences]
     return np.stack((slots, np.maximum(1, tables.ring_pages[slots])))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 
-SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
+SPARSE_FROM, MIN_QUERIES = 8192, 1024
 """Keys, and new tokens of a sequence, from which on sparse attention pays. Below, attention is exact."""
 
 DENSE_LAST = 256
@@ -45,7 +45,7 @@ class SparsePrefill:
     @staticmethod
     def pays(new: int, keys: int) -> bool:
         """Whether queries that see that many ``keys``, of a sequence that gains ``new`` tokens, attend sparsely."""
-        return new >= FEWEST_QUERIES and keys > SPARSE_FROM
+        return new >= MIN_QUERIES and keys > SPARSE_FROM
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], q and k after RoPE, before

@@ -14,7 +14,7 @@ import torch
 from shadowkv.kvcache.memory.arenas import Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.parts.base import EXCLUDED
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Growth, Standing
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, Growth, SegmentState
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
@@ -59,10 +59,10 @@ class PageCount:
         return tuple(vars(self).values())
 
 
-MOST_ENTRIES = 32767
+MAX_ENTRIES = 32767
 """Most chunks that the buffer can number."""
 
-LEAST_WASTE = 0.02
+MIN_WASTE = 0.02
 """Share of a block that may be lost where sealed pages do not fill it, and half the share for exact pages: long
 sequences are what fills a device."""
 
@@ -84,7 +84,7 @@ def pack(exact: int, sealed: int) -> tuple[int, int, int]:
         waste = 1 - min((size + count * exact) / 2, other * sealed) / size
         if waste < least:
             best, least = (count, other, size), waste
-        if least <= LEAST_WASTE:
+        if least <= MIN_WASTE:
             break
     return best
 
@@ -196,7 +196,7 @@ class GroupLayout:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as are allowed
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as are allowed
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
@@ -204,7 +204,7 @@ class GroupLayout:
         count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
         return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
 
-    def pages(self, start: int, capacity: int, at: Standing | None = None) -> PageCount:
+    def pages(self, start: int, capacity: int, at: SegmentState | None = None) -> PageCount:
         """What a sequence needs whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens.
 
         A sequence that starts dense and may outgrow ``late_limit`` holds both kinds: it is compressed on the way.
@@ -212,7 +212,7 @@ class GroupLayout:
         Args:
             at: how far it is sealed already; its segments and their static pages are not counted. None is a new one.
         """
-        spec, at = self.spec, at or Standing()
+        spec, at = self.spec, at or SegmentState()
         if self.window is not None:
             return PageCount(dense=min(math.ceil(capacity / PAGE), math.ceil(self.window / PAGE) + WINDOW_SLACK))
         if not spec.seals:
@@ -277,7 +277,7 @@ class GroupLayout:
         chunks = spec.sealed_pages(self.max_model_len) * values.shape[1]
         # Captured steps select for up to a page more than the longest sequence has.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
-        entries = min(chunks, math.ceil(self.fetch_buffer * selected), MOST_ENTRIES)
+        entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)
         if not entries or entries < selected:
             return ()
         return (

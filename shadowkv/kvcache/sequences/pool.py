@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.memory.streams import Numbers
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SegmentState
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import PageCount
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
@@ -39,7 +39,7 @@ class SequencePool:
             **{name: BlockPool(name, fixed[name]) for name in ("segment_slots", "sequences")},
         }
         per_block = self.layout.exact_per_block
-        spec, later = self.layout.spec, MOST_SEGMENTS - 1 if self.layout.growth.learns else 0
+        spec, later = self.layout.spec, MAX_SEGMENTS - 1 if self.layout.growth.learns else 0
         exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
         spare_state = store.tiers["states"].spare
         self.tables = Tables(slots, fixed["segment_slots"], exact, max(1, longest.sealed), spare_state, store.compute)
@@ -342,7 +342,7 @@ class SequencePool:
             segments=len(own),
         )
 
-    def _prompted(self, at: Standing, length: int, start: int) -> int:
+    def _prompted(self, at: SegmentState, length: int, start: int) -> int:
         """How far prompts reach in a sequence of ``length`` tokens that is extended to ``start``: where no prompt
         follows, a dense sequence stays dense for as long as answers do."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)

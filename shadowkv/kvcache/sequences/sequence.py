@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, Standing, cut_short
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SegmentState, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import PageCount
 
@@ -176,9 +176,9 @@ class CachedSequence:
         return 0 if self.window is None else max(0, length - self.window)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> SegmentState:
         """How far it is sealed, as the rules of growth see it."""
-        return Standing.behind(self.path)
+        return SegmentState.behind(self.path)
 
     @property
     def pages(self) -> list[int]:
@@ -259,9 +259,9 @@ class Outline:
         return self.spans[-1].sealed if self.spans else 0
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> SegmentState:
         """How far it is sealed, as the rules of growth see it."""
-        return Standing.behind(self.spans)
+        return SegmentState.behind(self.spans)
 
 
 class Tables:
@@ -278,7 +278,7 @@ class Tables:
             itself.
         segments: int64 [slots], how many segments a sequence has.
         seed: uint64 [slots], the seed that a sequence samples by.
-        segment_slots: int64 [slots, MOST_SEGMENTS], the slots of those.
+        segment_slots: int64 [slots, MAX_SEGMENTS], the slots of those.
         state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
             token and after its last, and how many of its tokens are exact elsewhere, per kv head.
         exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
@@ -298,7 +298,7 @@ class Tables:
         self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
         self.seed = np.zeros(slots + 1, np.uint64)
-        self.segment_slots = np.full((slots + 1, MOST_SEGMENTS), segment_slots, np.int64)
+        self.segment_slots = np.full((slots + 1, MAX_SEGMENTS), segment_slots, np.int64)
         self.state = np.full(segment_slots + 1, spare_state, np.int64)
         self.first, self.end, self.static_tokens = np.zeros((3, segment_slots + 1), np.int64)
         self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)

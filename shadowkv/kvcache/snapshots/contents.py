@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Span
@@ -59,8 +59,8 @@ class GroupContents:
         for header, stop in chain:
             self._check(header, stop)
         outline = followed_by(before, chain)
-        if len(outline.spans) > MOST_SEGMENTS:
-            raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MOST_SEGMENTS}")
+        if len(outline.spans) > MAX_SEGMENTS:
+            raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MAX_SEGMENTS}")
         length, final = outline.length, outline.length == capacity or outline.length < start
         late_limit, spec = self.layout.growth.late_limit(0), self.layout.spec
         if spec.seals and not outline.spans and (length > late_limit or (length == late_limit and not final)):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 """Longest text that is parsed."""
 
 
@@ -25,8 +25,8 @@ def from_json(kind: type[Value], text: str | bytes, former: Mapping[str, Any] | 
     Args:
         former: fields of the outermost object that earlier files have, each with the only value that it may have.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"the text has {len(text)} bytes, more than {MAX_BYTES}")
     try:
         plain = json.loads(text, object_pairs_hook=_once)
         for name, value in (former or {}).items():

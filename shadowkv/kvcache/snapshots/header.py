@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.growth import MOST_SEGMENTS, UNLIMITED, cut_short
+from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, UNLIMITED, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots import dataclass_json
 
@@ -299,7 +299,7 @@ def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
 
 
 def _of_segments(header: SnapshotHeader) -> Iterator[str]:
-    yield from _out_of(("number of segments", len(header.segments), 0, MOST_SEGMENTS))
+    yield from _out_of(("number of segments", len(header.segments), 0, MAX_SEGMENTS))
     at = header.start
     for number, segment in enumerate(header.segments):
         last = number == len(header.segments) - 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.models.checkpoints.files import ModelFileError, in_words, is_number, is_there, read_json
+from shadowkv.models.checkpoints.files import ModelFileError, is_number, is_there, join_reasons, read_json
 from shadowkv.models.checkpoints.safetensors_weights import DTYPES, open_safetensors, read_header
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 
@@ -58,7 +58,7 @@ class Adapter:
         config = read_json(config_file)
         wrong = _wrong_fields(config)
         if wrong:
-            raise ModelFileError(config_file, in_words(wrong))
+            raise ModelFileError(config_file, join_reasons(wrong))
         rank, targeted = config["r"], config.get("target_modules")
         reasons = [f"{key}={config[key]!r} is not supported" for key in _PLAIN if config.get(key) not in _PLAIN[key]]
         modules: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -87,7 +87,7 @@ class Adapter:
             reasons.append("it has no LoRA matrices")
         if reasons:
             remedy = "only plain LoRA is supported, with all that its config names"
-            raise ModelFileError(directory, f"the adapter cannot be used: {in_words(reasons)}", remedy)
+            raise ModelFileError(directory, f"the adapter cannot be used: {join_reasons(reasons)}", remedy)
         self._directory, self.pairs = directory, _read_pairs(weights_file)
         self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -103,7 +103,7 @@ class Adapter:
                     self._directory, f"the adapter's {module} is {update}, the model's {needed}", _OTHER
                 )
         if unknown:
-            reason = f"the adapter has modules that the model lacks: {in_words(sorted(unknown))}"
+            reason = f"the adapter has modules that the model lacks: {join_reasons(sorted(unknown))}"
             raise ModelFileError(self._directory, reason, _OTHER)
 
     @property

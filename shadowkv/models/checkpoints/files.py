@@ -39,7 +39,7 @@ def _one_line(text: str) -> str:
     return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:MAX_REASON_CHARACTERS]}…"
 
 
-def in_words(reasons: Sequence[str]) -> str:
+def join_reasons(reasons: Sequence[str]) -> str:
     """Reasons in one line, shortened to the first ones if there are many."""
     more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
     return "; ".join([*reasons[:MAX_REASONS], *more])

@@ -18,7 +18,7 @@ from shadowkv.models.checkpoints.stored_weight import Stored
 AHEAD_BYTES = 2**28
 """Bytes of weights that are read, or being read, before they are used; a larger weight is alone."""
 
-MOST_THREADS = 8
+MAX_THREADS = 8
 """More would wait for the same disk, or the same memory."""
 
 
@@ -39,7 +39,7 @@ class Reading:
 
 def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
     """Name and weight of each, in order; raises what reading one raises, in its place."""
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     queue, waiting, taken = iter(readings), deque[tuple[Reading, Future[Stored]]](), 0
     upcoming = next(queue, None)
     with ThreadPoolExecutor(threads, "weights") as pool:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shadowkv.models.checkpoints.files import ModelFileError, check_regular, in_words, is_there, read_json
+from shadowkv.models.checkpoints.files import ModelFileError, check_regular, is_there, join_reasons, read_json
 from shadowkv.models.checkpoints.reading import Reading, read_ahead, read_bytes
 from shadowkv.models.checkpoints.stored_weight import Stored
 
@@ -152,6 +152,6 @@ def _indexed(index: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{index}: the folder lacks weight files that it names: {in_words(missing)}; fetch those"
+            f"{index}: the folder lacks weight files that it names: {join_reasons(missing)}; fetch those"
         )
     return files

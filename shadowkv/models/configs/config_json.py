@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
-from shadowkv.models.checkpoints.files import in_words, is_number
+from shadowkv.models.checkpoints.files import is_number, join_reasons
 from shadowkv.models.configs.model_config import MAX_POSITIONS, ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -179,7 +179,7 @@ def build_config(
     if hf.get("mlp_bias"):
         reasons.append("mlp_bias is not supported")
     if reasons:
-        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     kinds = _kinds(layer_types, hf["num_hidden_layers"], window, first_window)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads

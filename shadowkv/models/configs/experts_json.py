@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shadowkv.models.checkpoints.files import in_words, is_number
+from shadowkv.models.checkpoints.files import is_number, join_reasons
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
@@ -66,7 +66,7 @@ def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str
     layers = "mlp_only_layers"
     check([layers], lambda value: isinstance(value, list) and all(map(whole(0, 1 << 10), value)), "a list of layers")
     if reasons:
-        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     return fields
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.layers.spec import Experts
-from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
-from shadowkv.ops.grouped_matmul.cuda import MOST_EXPERTS
+from shadowkv.ops.grouped_matmul.cuda import MAX_EXPERTS
 from shadowkv.ops.grouped_matmul.cuda import MULTIPLE as EXPERTS_MULTIPLE
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 """Of all layers; files name each of them, and no model comes near."""
 
 
@@ -101,8 +101,8 @@ class ModelConfig:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
         if self.experts is not None:
             reasons += _wrong_experts(self.experts, self.hidden_size)
-            if (experts := self.num_layers * self.experts.routing.experts) > MAX_EXPERTS:
-                reasons.append(f"{experts} experts in all layers are more than {MAX_EXPERTS}")
+            if (experts := self.num_layers * self.experts.routing.experts) > MAX_EXPERTS_OF_ALL_LAYERS:
+                reasons.append(f"{experts} experts in all layers are more than {MAX_EXPERTS_OF_ALL_LAYERS}")
         if self.quantization not in (None, "fp8"):
             reasons.append(f"quantization={self.quantization!r} is not fp8")
         if self.quantization == "fp8":
@@ -118,7 +118,7 @@ class ModelConfig:
                 if width % MULTIPLE
             ]
         if reasons:
-            raise ValueError(f"this {self.architecture} config cannot be used: {in_words(reasons)}")
+            raise ValueError(f"this {self.architecture} config cannot be used: {join_reasons(reasons)}")
 
     def experts_of(self, layer: int) -> Experts | None:
         """What a layer has in place of an MLP; None where it has one."""
@@ -166,7 +166,7 @@ def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
     reasons = [
         f"{name}={value} is not a number from {least} to {most}"
         for name, value, least, most in (
-            ("number of experts", routing.experts, 1, MOST_EXPERTS),
+            ("number of experts", routing.experts, 1, MAX_EXPERTS),
             ("experts of a token", routing.per_token, 1, routing.experts),
             ("groups of experts", routing.groups, 1, routing.experts),
             ("groups of a token", routing.groups_per_token, 1, routing.groups),

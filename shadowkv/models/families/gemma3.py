@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
-from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
@@ -55,7 +55,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     hf = {**_DEFAULTS, **hf}
     reasons = [*wrong_fields(hf), *(f"{name}={hf[name]!r} is not supported" for name in _NOT_RUN if hf.get(name))]
     if reasons:
-        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     pattern, head_dim = hf["sliding_window_pattern"], hf["head_dim"]
     types = [LAYER_TYPES[bool((layer + 1) % pattern)] for layer in range(hf["num_hidden_layers"])]
     local = {"rope_theta": hf["rope_local_base_freq"], "partial_rotary_factor": hf.get("partial_rotary_factor")}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.layers.spec import Experts
-from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, window_of, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
@@ -34,7 +34,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         f"{name}={str(value)[:60]} is not supported, only {_ACTIVATION[name]}" for name, value in others.items()
     ]
     if reasons:
-        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     bias = bool(hf.get("attention_bias", True))
     types = [LAYER_TYPES[layer % 2 == 0] for layer in range(hf["num_hidden_layers"])]
     config = build_config(

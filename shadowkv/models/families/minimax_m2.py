@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.layers.spec import Experts
-from shadowkv.models.checkpoints.files import in_words
+from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import build_config, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
@@ -43,7 +43,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
             f"attn_type_list={str(types)[:60]} is not supported, only {_FULL}, full attention, for each layer"
         )
     if reasons:
-        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     fields = expert_fields(hf, "num_local_experts", "num_experts_per_tok")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     rotating = fields.get("rotary_dim", head_dim)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons
 from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS, plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import unread_fields
@@ -73,4 +73,4 @@ def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
             twice = [field for field in overrides[name] if field in overrides]
             reasons += [f"{field} is there twice, in {name} and beside it" for field in twice]
     if reasons:
-        raise ValueError(in_words(reasons))
+        raise ValueError(join_reasons(reasons))

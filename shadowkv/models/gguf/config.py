@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, in_words, naming, unsupported
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons, naming, unsupported
 from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.overrides import overridden_config
@@ -70,7 +70,7 @@ def config_from_gguf(
     hf["vocab_size"] = file.shape("token_embd.weight")[0]
     wrong = wrong_fields(hf, {name: file.key(key) for name, key in _FIELDS.items()})
     if wrong:
-        raise ModelFileError(file.path, in_words(wrong))
+        raise ModelFileError(file.path, join_reasons(wrong))
     hf["model_type"] = _model_type(file, hf)
     if hf["model_type"] == "qwen3_moe":
         hf["norm_topk_prob"] = True  # as llama.cpp has it; files do not say

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_NAMED, MAX_QUOTED = 5, 40
 """Most tokens that a warning names, and most characters of each."""
 
-MOST_TIMES = 64
+MAX_TIMES = 64
 """Most times as long that replacements may make a text; those of real models make it no longer, or add a blank."""
 
 _BYTES_TEMPLATE = (
@@ -88,8 +88,8 @@ def _check_growth(file: Path, stated: dict[str, Any]) -> None:
     """Raises ModelFileError where replacements may make texts so long that a short one takes all memory."""
     for name in ("normalizer", "decoder"):
         times = _growth(stated.get(name))
-        if times > MOST_TIMES:
-            reason = f"its {name} may make a text {times:.0f} times as long, more than {MOST_TIMES} times"
+        if times > MAX_TIMES:
+            reason = f"its {name} may make a text {times:.0f} times as long, more than {MAX_TIMES} times"
             raise ModelFileError(file, reason, "use the model's own tokenizer.json")
 
 

@@ -32,7 +32,7 @@ from shadowkv.ops.page import PAGE
 WAVES = 4
 """Thread blocks per multiprocessor, so that ragged lengths even out."""
 
-LEAST_PAGES = 4
+MIN_PAGES = 4
 """Pages that justify a thread block."""
 
 
@@ -86,7 +86,7 @@ def attend_coded(
 def thread_blocks(units: int, pages: int, device: torch.device) -> int:
     """Thread blocks that share the pages of each of ``units`` sequences x kv heads."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    return max(1, min(pages // LEAST_PAGES, WAVES * processors // units))
+    return max(1, min(pages // MIN_PAGES, WAVES * processors // units))
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:

@@ -13,13 +13,13 @@ from shadowkv.ops.extension import gpu_missing
 
 __all__ = ["attend", "block_attention", "missing", "supports"]
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 
 
 def missing() -> list[str]:
     """The reasons why the library cannot be used here; none if it can."""
     built = find_spec("flash_attn_2_cuda") is not None  # later versions share the package's name, and not its functions
-    return gpu_missing(LEAST_CAPABILITY) + unless(
+    return gpu_missing(MIN_CAPABILITY) + unless(
         built, "flash-attn is not installed: pip install flash-attn --no-build-isolation, which compiles it"
     )
 

@@ -16,7 +16,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
 from shadowkv.ops.extension import gpu_missing
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Of tensor cores with bfloat16."""
 
 DIMS = (64, 128, 256)
@@ -26,8 +26,8 @@ DIMS = (64, 128, 256)
 def missing() -> list[str]:
     """The reasons why the library cannot be used here; none if it can."""
     if find_spec("flashinfer") is None:
-        return [*gpu_missing(LEAST_CAPABILITY), f"flashinfer-python is not installed: {adding('flashinfer')}"]
-    return gpu_missing(LEAST_CAPABILITY) + _compiler_missing()
+        return [*gpu_missing(MIN_CAPABILITY), f"flashinfer-python is not installed: {adding('flashinfer')}"]
+    return gpu_missing(MIN_CAPABILITY) + _compiler_missing()
 
 
 def supports(case: Case) -> list[str]:

@@ -16,7 +16,7 @@ CAPABILITIES = (9, 10)
 MULTIPLE = 8
 """K and N must be multiples of this: rows begin at multiples of 16 bytes."""
 
-MOST_EXPERTS = 1023
+MAX_EXPERTS = 1023
 
 FEW = 128
 """Rows of an expert, in the mean, up to which Triton's kernel is faster, as its tiles are lower: it takes 13 to 17 %
@@ -45,9 +45,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ValueError: sizes K or N that are not multiples of 8, or more than 1,023 experts.
     """
     experts, out_features, in_features = weight.shape
-    if out_features % MULTIPLE or in_features % MULTIPLE or experts > MOST_EXPERTS:
+    if out_features % MULTIPLE or in_features % MULTIPLE or experts > MAX_EXPERTS:
         raise ValueError(
-            f"grouped_matmul on a GPU takes multiples of {MULTIPLE} and up to {MOST_EXPERTS} experts, "
+            f"grouped_matmul on a GPU takes multiples of {MULTIPLE} and up to {MAX_EXPERTS} experts, "
             f"not {experts} of {out_features} x {in_features}"
         )
     if len(x) <= FEW * experts:

@@ -16,15 +16,15 @@ from shadowkv.ops.page import PAGE
 TOKENS = tl.constexpr(PAGE)
 """Tokens of a page, for kernels."""
 
-MOST_RANKS = 256
+MAX_RANKS = 256
 """Most rank dimensions of a thread block: 64 x 256 float32 sums take half of a multiprocessor's registers."""
 
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     reasons = unknown_codecs(case.key_codec, known=(CodecId.LATENT_MIXED,))
-    fits = case.key_codec != CodecId.LATENT_MIXED or case.rank <= MOST_RANKS
-    return reasons + unless(fits, f"rank {case.rank} of latents of mixed widths is more than {MOST_RANKS}")
+    fits = case.key_codec != CodecId.LATENT_MIXED or case.rank <= MAX_RANKS
+    return reasons + unless(fits, f"rank {case.rank} of latents of mixed widths is more than {MAX_RANKS}")
 
 
 def project_latents(
@@ -49,8 +49,8 @@ def project_latents(
         raise ValueError(f"project_latents in Triton does not know codec {codec.name!r} ({codec.id})")
     layers, count, _, heads, dim = keys.shape
     rank = basis.shape[2]
-    if mixed and rank > MOST_RANKS:
-        raise ValueError(f"project_latents in Triton takes ranks of up to {MOST_RANKS} in mixed widths, not {rank}")
+    if mixed and rank > MAX_RANKS:
+        raise ValueError(f"project_latents in Triton takes ranks of up to {MAX_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
     # Unused arguments get a placeholder with the same alignment in all calls: passing ``states`` would compile the
@@ -60,7 +60,7 @@ def project_latents(
     if widths is None:
         widths = basis
     packed = codec.id == CodecId.LATENT_INT4
-    block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
+    block = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
         keys, basis, mean, step, widths, states, latents, pages,
         *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2],

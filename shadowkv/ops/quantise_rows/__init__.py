@@ -2,7 +2,7 @@
 
 from shadowkv.ops.codec import LANES, CodecId
 
-MOST_DIMS = 128
+MAX_DIMS = 128
 """Of rows that a kernel multiplies by their codec's rotation: wider ones do not fit into shared memory beside them."""
 
 ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
@@ -11,4 +11,4 @@ ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
 
 def in_one_pass(codec: int, dim: int) -> bool:
     """Whether a kernel encodes rows of ``dim`` dimensions as it reads them, without copies."""
-    return codec == CodecId.FP8 or (codec in ROTATED_IN_KERNELS and dim <= MOST_DIMS)
+    return codec == CodecId.FP8 or (codec in ROTATED_IN_KERNELS and dim <= MAX_DIMS)

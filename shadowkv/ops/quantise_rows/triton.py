@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantise_rows import MOST_DIMS, ROTATED_IN_KERNELS
+from shadowkv.ops.quantise_rows import MAX_DIMS, ROTATED_IN_KERNELS
 
 TOKENS = tl.constexpr(PAGE)
 """Tokens of a page, for kernels."""
@@ -71,8 +71,8 @@ def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     codecs = case.key_codec, case.value_codec
     reasons = unknown_codecs(*codecs, known=(*ROTATED_IN_KERNELS, CodecId.FP8, CodecId.LATENT_MIXED))
-    if case.head_dim > MOST_DIMS and not {*ROTATED_IN_KERNELS}.isdisjoint(codecs):
-        reasons.append(f"head dim {case.head_dim} is more than {MOST_DIMS}")
+    if case.head_dim > MAX_DIMS and not {*ROTATED_IN_KERNELS}.isdisjoint(codecs):
+        reasons.append(f"head dim {case.head_dim} is more than {MAX_DIMS}")
     return reasons
 
 
@@ -98,8 +98,8 @@ def quantise_rows(
     known = vectors or lanes
     if not known and codec.id != CodecId.FP8:
         raise ValueError(f"quantise_rows in Triton does not know codec {codec.name!r} ({codec.id})")
-    if known and dim > MOST_DIMS:
-        raise ValueError(f"quantise_rows in Triton takes rows of up to {MOST_DIMS} dimensions, not {dim}")
+    if known and dim > MAX_DIMS:
+        raise ValueError(f"quantise_rows in Triton takes rows of up to {MAX_DIMS} dimensions, not {dim}")
     codec.check(dim)
     if not layers * pages:
         return

@@ -10,7 +10,7 @@ FP8 = torch.float8_e4m3fn
 STEP = 1 / 448
 """1 / the largest number of the format."""
 
-LEAST_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 """The smallest normal float32, so that rows of zeros have a scale to divide by."""
 
 
@@ -26,5 +26,5 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
         off by at most 1/16 of a number, or by half of 2^-9 of the scale where that is more.
     """
     wide = x.float()
-    scale = (wide.abs().amax(1, keepdim=True) * STEP).clamp(min=LEAST_SCALE)
+    scale = (wide.abs().amax(1, keepdim=True) * STEP).clamp(min=MIN_SCALE)
     return (wide * (1 / scale)).to(FP8), scale

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.quantise_tokens.reference import FP8, LEAST_SCALE, STEP
+from shadowkv.ops.quantise_tokens.reference import FP8, MIN_SCALE, STEP
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     _quantise_tokens[(rows,)](
-        x, codes, scale, x.stride(0), STEP, LEAST_SCALE, SIZE=size, BLOCK=block,
+        x, codes, scale, x.stride(0), STEP, MIN_SCALE, SIZE=size, BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return codes, scale

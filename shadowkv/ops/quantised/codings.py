@@ -11,7 +11,7 @@ from shadowkv.ops.quantised.blocks import BlockForm, affine_parts
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
-LEAST_GROUP, MOST_GROUP = 16, 128
+MIN_GROUP, MAX_GROUP = 16, 128
 """Columns that share a scale: other groups become smaller ones, with the same scales."""
 
 
@@ -64,8 +64,8 @@ def coding(form: Form) -> Coding | None:
     assert isinstance(form, GroupForm)
     group = form.group
     if group is not None:
-        group = min(MOST_GROUP, group & -group)
-        if group < LEAST_GROUP:
+        group = min(MAX_GROUP, group & -group)
+        if group < MIN_GROUP:
             return None
     element = f"u{form.element}" if form.element.startswith("int") else form.element
     # Scales of 8 bits stay as they are.

@@ -13,12 +13,12 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
 __all__ = ["missing", "quantised_matmul"]
 
-MOST_FUSED = {torch.bfloat16: 24}
+MAX_FUSED = {torch.bfloat16: 24}
 """Without AVX-512: most tokens for which products here are faster than PyTorch's with dequantised tiles, by dtypes in
 which the latter can be faster than in float32. In float32 the two are equally fast from 128 to 512 tokens (2,048 x
 2,048 weights, one Zen 4 core)."""
 
-MOST_FUSED_OTHERS = 96
+MAX_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
@@ -32,4 +32,4 @@ def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
 
 
 def _fused(x: Tensor) -> bool:
-    return torch.ops.shadowkv.cpu_isa() == "avx512" or len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS)
+    return torch.ops.shadowkv.cpu_isa() == "avx512" or len(x) <= MAX_FUSED.get(x.dtype, MAX_FUSED_OTHERS)

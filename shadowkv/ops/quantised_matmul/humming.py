@@ -28,7 +28,7 @@ from shadowkv.ops.extension import dotted, gpu_missing, torch_version
 from shadowkv.ops.quantised.codings import Coding, code, coding
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Of tensor cores with bfloat16."""
 
 OLDEST_TORCH = (2, 11)
@@ -65,7 +65,7 @@ def missing() -> list[str]:
     """The reasons why there are no such products here; none if there are."""
     installed, recent = find_spec("humming") is not None, torch_version() >= OLDEST_TORCH
     return [
-        *gpu_missing(LEAST_CAPABILITY),
+        *gpu_missing(MIN_CAPABILITY),
         *unless(installed, f"humming-kernels is not installed: {adding('gpu')}"),
         *unless(recent, f"humming-kernels needs torch {dotted(OLDEST_TORCH)} or later, this is {torch.__version__}"),
     ]

@@ -33,7 +33,7 @@ LARGEST = tl.constexpr(weights.LARGEST)
 UNIT = tl.constexpr(float(weights.UNIT))
 UP = tl.constexpr(weights.UNIT_BITS - weights.MANTISSA_BITS)
 ROUND = tl.constexpr(weights.ROUND)
-MOST_OCTAVES = tl.constexpr(weights.MOST_OCTAVES)
+MAX_OCTAVES = tl.constexpr(weights.MAX_OCTAVES)
 LOG2E = tl.constexpr(weights.LOG2E)
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(coefficient) for coefficient in weights.MANTISSA)
 
@@ -123,7 +123,7 @@ def _load(logits, start, size, BLOCK: tl.constexpr):
 @triton.jit
 def _weight(logit, largest, scale):
     """``token_weights``, operation by operation."""
-    octaves = tl.minimum((largest - logit) * scale, MOST_OCTAVES)
+    octaves = tl.minimum((largest - logit) * scale, MAX_OCTAVES)
     rounded = octaves + ROUND
     part = octaves - (rounded - ROUND)
     value = ((((part * C5 + C4) * part + C3) * part + C2) * part + C1) * part + (C0 + ROUND)

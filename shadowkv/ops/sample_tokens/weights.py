@@ -28,7 +28,7 @@ probability in a vocabulary of 2**18, and a sum of that many weights is below 2*
 ROUND = 1.5 * 2**23
 """Added to a nonnegative float32 below 2**22, this rounds it to a whole number in the lowest bits."""
 
-MOST_OCTAVES = 63.0
+MAX_OCTAVES = 63.0
 """Halvings are clamped to this number: from 41 on a weight is below one unit, and a shift is by at most 63 bits."""
 
 LOG2E = 1.44269502162933349609375
@@ -57,7 +57,7 @@ def token_weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor
         temperature: above ``COLDEST``.
     """
     scale = float(torch.tensor(1 / temperature, dtype=torch.float32) * LOG2E)  # each rounded to float32
-    octaves = (largest - logits).mul_(scale).clamp_(max=MOST_OCTAVES)
+    octaves = (largest - logits).mul_(scale).clamp_(max=MAX_OCTAVES)
     rounded = octaves + ROUND
     whole = rounded.view(torch.int32) & 63
     part = octaves.sub_(rounded - ROUND)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from shadowkv.ops.extension import gpu_missing
 
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 """Ada; Hopper is 9.0. Older GPUs have no tensor cores for 8-bit floats."""
 
 MULTIPLE = 16
 """K and N must be multiples of this."""
 
-missing = partial(gpu_missing, LEAST_CAPABILITY)
+missing = partial(gpu_missing, MIN_CAPABILITY)
 
 
 def scaled_matmul(

@@ -17,7 +17,7 @@ from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Most sampled queries per tile and kv head that the kernel takes."""
 
 
@@ -29,7 +29,7 @@ def supports(case: Case) -> list[str]:
     return [
         *unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16"),
         *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
-        *unless(case.group * SAMPLED <= MOST_ROWS, f"group {case.group} is above {MOST_ROWS // SAMPLED}"),
+        *unless(case.group * SAMPLED <= MAX_ROWS, f"group {case.group} is above {MAX_ROWS // SAMPLED}"),
     ]
 
 

@@ -20,7 +20,7 @@ SAMPLED, SPREAD = 8, 4
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and blocks before a tile's own, that the tile always attends to."""
 
-LEAST_BLOCKS = 16
+MIN_BLOCKS = 16
 """Blocks that a tile draws besides, on average at least: heads that attend to hardly more than the first tokens would
 have none, and what little they add would be of one block."""
 
@@ -37,7 +37,7 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
     attended to with a probability in proportion to that, at most 1, and then stands for as many blocks as the
     probability implies, so that expected sums are exact (Horvitz and Thompson 1952). Draws are systematic (Madow 1949).
     The factor is the least with which the sum of what is drawn has for every sampled query a standard deviation of at
-    most ``error`` of its softmax, draws being counted as independent, and with which ``LEAST_BLOCKS`` are drawn, of
+    most ``error`` of its softmax, draws being counted as independent, and with which ``MIN_BLOCKS`` are drawn, of
     those whose share is not below 2^-``FACTORS``. So more blocks are needed where attention is spread out, but hardly
     more for longer prompts.
 
@@ -92,7 +92,7 @@ def probabilities(shares: Tensor, error: float) -> Tensor:
         probability = (largest * factor.exp2()).clamp(max=1)
         missed = torch.where(largest > 0, 1 / probability - 1, 0)  # of independent draws, in units of a squared share
         variance = (shares.square() * missed[:, None]).sum(-1).amax(1, keepdim=True)
-        enough = (variance <= error**2) & (probability.sum(-1, keepdim=True) >= min(LEAST_BLOCKS, count) - 1e-3)
+        enough = (variance <= error**2) & (probability.sum(-1, keepdim=True) >= min(MIN_BLOCKS, count) - 1e-3)
         least, most = torch.where(enough, least, factor), torch.where(enough, factor, most)
     return (largest * most.exp2()).clamp(max=1)
 

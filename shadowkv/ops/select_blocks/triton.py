@@ -15,8 +15,8 @@ from shadowkv.ops.select_blocks.reference import (
     BLOCK,
     FACTORS,
     HALVINGS,
-    LEAST_BLOCKS,
     LOCAL_BLOCKS,
+    MIN_BLOCKS,
     SAMPLED,
     SINK_BLOCKS,
     SPREAD,
@@ -112,7 +112,7 @@ def draw_blocks(scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: f
     _draw[(tiles, query_heads)](
         scores, attended, indices, counts, weights, n, m, whole if error else n, heads, parts, blocks, error**2, seed,
         GROUP=group, TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS,
-        LOCAL=LOCAL_BLOCKS, LEAST=LEAST_BLOCKS, AT_ONCE=AT_ONCE, FACTORS=FACTORS, HALVINGS=HALVINGS, num_warps=1,
+        LOCAL=LOCAL_BLOCKS, LEAST=MIN_BLOCKS, AT_ONCE=AT_ONCE, FACTORS=FACTORS, HALVINGS=HALVINGS, num_warps=1,
     )  # fmt: skip
     return indices, counts, weights
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantise_rows import MOST_DIMS
+from shadowkv.ops.quantise_rows import MAX_DIMS
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, WARPS
 from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
@@ -22,7 +22,7 @@ SHIFT, LARGEST = tl.constexpr(SCALE_SHIFT), tl.constexpr(LARGEST_SCALE)
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
+    return unless(case.head_dim <= MAX_DIMS, f"head dim {case.head_dim} is above {MAX_DIMS}")
 
 
 def sketch_keys(
@@ -40,8 +40,8 @@ def sketch_keys(
     Up to 128 dimensions.
     """
     layers, count, _, heads, dim = keys.shape
-    if dim > MOST_DIMS:
-        raise ValueError(f"head dim {dim} is above {MOST_DIMS}, what sketch_keys takes in Triton")
+    if dim > MAX_DIMS:
+        raise ValueError(f"head dim {dim} is above {MAX_DIMS}, what sketch_keys takes in Triton")
     if not layers * count:
         return
     width = plane_bytes(dim)

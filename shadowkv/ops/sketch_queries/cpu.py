@@ -11,13 +11,13 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 __all__ = ["missing", "sketch_queries", "supports"]
 
-MOST_DIMS = 256
+MAX_DIMS = 256
 """Most dimensions whose sums fit in 16 bits."""
 
 
 def supports(case: Case) -> list[str]:
     """Why the C++ sketch cannot serve a case."""
-    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
+    return unless(case.head_dim <= MAX_DIMS, f"head dim {case.head_dim} is above {MAX_DIMS}")
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:

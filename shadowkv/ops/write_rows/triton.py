@@ -18,7 +18,7 @@ BLOCKS = 16
 
 def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> None:
     """Same as the reference; the last dimension of ``rows`` is dense, and all but the first two of ``field`` are."""
-    if rows.dtype == torch.uint8 and all(_in_words(x) for x in (rows, field)):
+    if rows.dtype == torch.uint8 and all(_is_made_of_words(x) for x in (rows, field)):
         rows, field = rows.view(torch.int64), field.view(torch.int64)
     layers, count, _, heads, dim = rows.shape
     tiles = layers * count * heads
@@ -30,7 +30,7 @@ def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> 
     )  # fmt: skip
 
 
-def _in_words(x: Tensor) -> bool:
+def _is_made_of_words(x: Tensor) -> bool:
     """Whether every row of bytes consists of 8-byte words: rows of 48 bytes, copied one byte at a time, would not
     saturate a bus."""
     lengths = (x.shape[-1], x.storage_offset(), x.data_ptr(), *x.stride()[:-1])

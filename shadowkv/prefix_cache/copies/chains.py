@@ -20,7 +20,7 @@ from shadowkv.prefix_cache.device.tree import Node
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.stats import TierCounts
 
-FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
+FETCH_SECONDS, MAX_FETCH_SECONDS = 1.0, 30.0
 """Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""
 
 
@@ -102,7 +102,7 @@ class Chains:
         room for it or the disk takes more seconds than ``patience``, within those bounds.
         """
         until, now = 0.0, time.monotonic()
-        seconds = min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
+        seconds = min(max(FETCH_SECONDS, patience), MAX_FETCH_SECONDS)
         self._copies.eviction.touch(steps[-1].node)
         for step in steps:
             copy = self._copies.of[step.node]

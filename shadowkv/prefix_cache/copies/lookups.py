@@ -30,6 +30,11 @@ class Lookups:
         match, then = self._found.get(prompt, (None, -1))
         return then == changes and (match is None or match.ready or time.monotonic() <= match.until)
 
+    @property
+    def deferred(self) -> int:
+        """Prompts that wait for what is on its way from the disk; may be read from any thread."""
+        return sum(match is not None and not match.ready for match, _ in [*self._found.values()])
+
     def match(self, prompt: Prompt) -> Match | None:
         """The match recorded for a prompt."""
         return self._found[prompt][0]

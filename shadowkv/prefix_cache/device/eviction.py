@@ -17,7 +17,7 @@ Score = Callable[["Node", float], float]
 """Score of a node, at a time in seconds by the clock of ``Node.used``."""
 
 EDGE, WEIGHT, HIT, SECOND = 5.0, 2.0, 3.0, 0.01
-FIRST_USE, MORE_USE, MOST_USE = 1.0, 0.1, 10.0
+FIRST_USE, MORE_USE, MAX_USE = 1.0, 0.1, 10.0
 
 
 def last_use(node: Node, now: float) -> float:
@@ -37,7 +37,7 @@ def keep_score(node: Node, now: float) -> float:
     score = HIT * node.hits - SECOND * (now - node.used)
     for end in continuing:  # a loop: thousands of nodes are scored at a time
         weight = FIRST_USE + MORE_USE * end.hits
-        score += EDGE + WEIGHT * (weight if weight < MOST_USE else MOST_USE)
+        score += EDGE + WEIGHT * (weight if weight < MAX_USE else MAX_USE)
     return score
 
 

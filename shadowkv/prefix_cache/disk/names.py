@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import MAX_NUMBER
@@ -112,7 +112,7 @@ class Names:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _bad(path, "it is not a regular file")
-            data, size = bytearray(MOST_BYTES + 1), 0
+            data, size = bytearray(MAX_BYTES + 1), 0
             while count := self._files.read(descriptor, memoryview(data)[size:], size):
                 size += count
         finally:

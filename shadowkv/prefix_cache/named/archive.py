@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from shadowkv.kvcache.snapshots.dataclass_json import MOST_BYTES, from_json, to_json
+from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
@@ -27,7 +27,7 @@ from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20
 
-MOST_AT_ONCE = 16 * 2**20
+MAX_AT_ONCE = 16 * 2**20
 """Bytes that a tar file may have read into memory at once, whatever its own headers say."""
 
 _NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
@@ -111,7 +111,7 @@ class _Bounded(io.BufferedReader):
     """Limits how much of a tar file's headers is read: the headers themselves state their lengths."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= MOST_AT_ONCE:
+        if size is None or not 0 <= size <= MAX_AT_ONCE:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return super().read(size)
 
@@ -155,8 +155,8 @@ def _take(
     assert stream is not None  # a regular file has one
     if not saved_as:
         return _take_snapshot(directory, name, stream, progress)
-    if member.size > MOST_BYTES:
-        return f"refused: {member.size} bytes are more than a name's file can have, {MOST_BYTES}"
+    if member.size > MAX_BYTES:
+        return f"refused: {member.size} bytes are more than a name's file can have, {MAX_BYTES}"
     return _take_name(directory, saved_as[1], stream.read())
 
 

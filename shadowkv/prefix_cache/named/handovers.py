@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from shadowkv.prefix_cache.copies.chains import FETCH_SECONDS, MOST_FETCH_SECONDS
+from shadowkv.prefix_cache.copies.chains import FETCH_SECONDS, MAX_FETCH_SECONDS
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.speeds import Speeds
@@ -57,7 +57,7 @@ class Handovers:
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
         """Waits for a chain of snapshots of ``tokens`` in all; the answer says whether they are there. A caller that
         cancels it has given up."""
-        seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MOST_FETCH_SECONDS)
+        seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
         self._awaited.append(_Awaited(names, time.monotonic() + seconds, answer))
 
     def advance(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.prefix_cache.copies.chains import MOST_FETCH_SECONDS, Chains
+from shadowkv.prefix_cache.copies.chains import MAX_FETCH_SECONDS, Chains
 from shadowkv.prefix_cache.copies.copy import Copies
 from shadowkv.prefix_cache.copies.disk_reports import DiskReports
 from shadowkv.prefix_cache.copies.offload import Offload
@@ -186,7 +186,7 @@ class Saves:
                 copy.again = 0.0  # a request by name need not wait
         stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
         steps = [Step(copy.node, stop) for copy, stop in zip(copies, stops, strict=True)]
-        if self._chains.fetch(steps, MOST_FETCH_SECONDS) == 0.0:
+        if self._chains.fetch(steps, MAX_FETCH_SECONDS) == 0.0:
             return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
         if any(copy.fetching is not None for copy in copies):
             return None  # as long as the caller is patient

@@ -24,7 +24,7 @@ from shadowkv.serve.batch.lines import URLS, BatchLines, LineRequest
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.wording import counted
 
-MOST_REASONS = 10
+MAX_REASONS = 10
 """Reasons of failures that are told apart in the report."""
 
 OTHER_REASONS = "other reasons, which are in the output"
@@ -119,7 +119,7 @@ class BatchRun:
         response = record["response"]
         wrong = record["error"] if response is None else response["body"]["error"]
         reason = escaped(wrong["message"])
-        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
+        if reason not in self.reasons and len(self.reasons) >= MAX_REASONS:
             reason = OTHER_REASONS
         name = record["custom_id"]
         count, first = self.reasons.get(reason, (0, "" if name is None else f", {escaped(name)} first"))

@@ -77,7 +77,7 @@ class BatchRunner:
         self._answers = LineAnswers(engine, model, settings, metrics)
         self._keeps_keys_apart = settings.keeps_keys_apart
         self._concurrency = max(1, engine.max_num_seqs // 2)
-        self._at_work: dict[str, asyncio.Task[None]] = {}
+        self._in_flight: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,9 +86,9 @@ class BatchRunner:
         try:
             yield
         finally:
-            for one in filter(None, (task, *self._at_work.values())):
+            for one in filter(None, (task, *self._in_flight.values())):
                 one.cancel()
-            await asyncio.gather(*filter(None, (task, *self._at_work.values())), return_exceptions=True)
+            await asyncio.gather(*filter(None, (task, *self._in_flight.values())), return_exceptions=True)
 
     async def _run(self) -> None:
         lock: FileLock | None = None
@@ -99,8 +99,8 @@ class BatchRunner:
                     lock = FileLock(self._store.lock)
                     lock.acquire(timeout=0)
                 for record in records:
-                    if record.owner not in self._at_work and self._engine.is_alive:
-                        task = self._at_work[record.owner] = asyncio.create_task(self._answer(record))
+                    if record.owner not in self._in_flight and self._engine.is_alive:
+                        task = self._in_flight[record.owner] = asyncio.create_task(self._answer(record))
                         task.add_done_callback(partial(self._has_ended, record.owner))
             except Timeout:
                 logger.error("another server answers the batches in the folder of --storage-dir; this one does not")
@@ -110,7 +110,7 @@ class BatchRunner:
             await asyncio.sleep(POLL_SECONDS)
 
     def _has_ended(self, owner: str, task: asyncio.Task[None]) -> None:
-        self._at_work.pop(owner, None)
+        self._in_flight.pop(owner, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a batch failed", exc_info=error)
 

@@ -44,6 +44,7 @@ LLAMA_KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    501: "not_supported_error",
     503: "unavailable_error",
 }
 """llama.cpp's error types by status; two more cover all other statuses, and one a prompt that is too long."""
@@ -107,6 +108,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
+        if error["type"] not in OWN_KINDS:
+            reason += f" ({error['type']})"  # as in vLLM: ``code`` has the first one's alone
         reasons.append(f"{param}: {reason}" if param else reason)
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")

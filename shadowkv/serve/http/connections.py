@@ -105,7 +105,7 @@ class Connection(H11Protocol):
         # including a small answer and one on a connection that is being closed. TLS pauses at its limit, not above it:
         # with 0 it would never resume.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and self._socket.family in (socket.AF_INET, socket.AF_INET6):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.config.metrics.connections.inc()
         self._count()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from shadowkv.engine.outputs import TextOutput
+from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
+from shadowkv.serve.http.llama_metrics import PREFIX as LLAMA_PREFIX
+from shadowkv.serve.http.llama_metrics import llama_page
 from shadowkv.serve.http.settings import METRICS_PREFIXES
 
 if TYPE_CHECKING:
@@ -43,8 +45,12 @@ PREFIX_COUNTERS = {
 """For the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
 
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (1_000_000,)
+QUEUE_FULL = "max_num_queued_reqs"
+"""vLLM's name of the limit that ``--max-queued-seqs`` sets."""
+
 SOURCES = COMPUTED, CACHED = "local_compute", "local_cache_hit"
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 FIGURES = {
     "prompt_tokens_total": "prompt_tokens",
@@ -116,7 +122,7 @@ class Metrics(ConnectionMetrics):
         self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
     ) -> None:
         super().__init__(model, shared, prefix)
-        self._engine, self._figures = engine, _EngineFigures(engine.kv, model, prefix)
+        self._engine, self._figures = engine, _EngineFigures(engine, model, prefix)
         self._shown.register(self._figures)
         if not shared:
             ProcessCollector(registry=self.registry)
@@ -158,13 +164,28 @@ class Metrics(ConnectionMetrics):
         for source in SOURCES:
             self._by_source.labels(model, source)
         counter("num_preemptions", "Always 0: no sequence is ever preempted.")
+        text = "Preemptions of a request that ended: always 0."
+        self._preemptions = histogram("request_num_preemptions", text, CHOICES)
+        text = "Tokens of a step of the engine: generated ones, and computed ones of prompts that ended with it."
+        self._step_tokens = histogram("iteration_tokens_total", text, STEP_TOKENS)
+        gauge = Gauge(
+            f"{prefix}:longest_request_tokens",
+            "Tokens of the longest request that ended, of prompt and answer.",
+            ["model_name"],
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
+        self._longest, self._longest_tokens = gauge.labels(model), 0
+        text = "Requests that were refused because the queue was full."
+        self._refused = counter("admission_rejections", text, "reason").labels(model, QUEUE_FULL)
+        engine.watch = self._step
 
     async def text(self) -> bytes:
         """The page; without the engine's figures where it is dead."""
         self._figures.stats = None
         with suppress(EngineDead):
-            self._figures.stats = await self._engine.stats()
-        return await super().text()
+            self._figures.stats = await self._engine.stats(usage=True)
+        return llama_page(self._shown.collect()) if self._prefix == LLAMA_PREFIX else await super().text()
 
     def figures(self) -> dict[str, float]:
         """Some of the metrics as numbers, all counted from the start."""
@@ -193,7 +214,9 @@ class Metrics(ConnectionMetrics):
 
         try:
             yield see
-        except (EngineBusy, RequestError):  # never started
+        except (EngineBusy, RequestError) as error:  # never started
+            if isinstance(error, EngineBusy):
+                self._refused.inc()
             reason = reason or ("abort" if last is not None else "")
             raise
         except EngineDead:
@@ -202,6 +225,16 @@ class Metrics(ConnectionMetrics):
         finally:
             if reason != "":
                 self._ended.labels(self._model, reason or "abort").inc()
+
+    def _step(self, outputs: Sequence[TokenOutput]) -> None:
+        """Counts what a step has added to requests."""
+        tokens = 0
+        for output in outputs:
+            tokens += len(output.token_ids)
+            if output.completion_tokens == len(output.token_ids) and not (output.is_progress or output.error):
+                tokens += output.prompt_tokens - output.cached_tokens
+        if tokens:
+            self._step_tokens.observe(tokens)
 
     def asked(self, choices: int, max_tokens: int | None) -> None:
         """Counts what a request asks for: choices of each prompt, and most tokens of each."""
@@ -216,6 +249,9 @@ class Metrics(ConnectionMetrics):
         self._prompts.observe(output.prompt_tokens)
         self._answers.observe(output.completion_tokens)
         self._computed.observe(output.prompt_tokens - output.cached_tokens)
+        self._preemptions.observe(0)
+        self._longest_tokens = max(self._longest_tokens, output.prompt_tokens + output.completion_tokens)
+        self._longest.set(self._longest_tokens)
         if times.scheduled is not None and times.first_token is not None:
             self._inference.observe(end - times.scheduled)
             self._decode.observe(end - times.first_token)
@@ -244,24 +280,41 @@ class _EngineFigures(Collector):
         stats: what it has said last; without it there is none.
     """
 
-    def __init__(self, kv: str, model: str, prefix: str) -> None:
-        self._kv, self._model, self._prefix = kv, model, prefix
+    def __init__(self, engine: EngineClient, model: str, prefix: str) -> None:
+        self._model, self._prefix = model, prefix
+        self._config = {
+            "kv": engine.kv,
+            "kv_cache_size_tokens": str(int(engine.max_concurrency * engine.max_model_len)),
+            "kv_cache_max_concurrency": f"{engine.max_concurrency:.2f}",
+        }
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
-        info.add_metric([self._model, self._kv], 1)
+        text = "The KV policy, and how many tokens, and sequences of the model's length, the KV cache has room for."
+        labels = ["model_name", *self._config]
+        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", text, labels=labels)
+        info.add_metric([self._model, *self._config.values()], 1)
         yield info
         if stats is None:
             return
         for name, text, value in (
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache that requests in flight hold, 0 to 1.", stats.usage),
         ):
+            if value is None:
+                continue
             gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        text = "Requests in the queue: for room, or deferred by what comes from the disk for them."
+        gauge = GaugeMetricFamily(
+            f"{self._prefix}:num_requests_waiting_by_reason", text, labels=["model_name", "reason"]
+        )
+        for reason, count in (("capacity", max(0, stats.waiting - stats.deferred)), ("deferred", stats.deferred)):
+            gauge.add_metric([self._model, reason], count)
+        yield gauge
         for name, text in (
             ("used_bytes", "KV cache in use, finished sequences that are kept included."),
             ("total_bytes", "KV cache there is."),

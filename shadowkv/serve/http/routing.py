@@ -30,6 +30,7 @@ STATUSES = {
     413: "The body is too long.",
     429: "As many requests with this API key are at work as may.",
     500: "The server has failed.",
+    501: "A flag has turned it off.",
     503: "The server is full, or the engine is not running.",
     504: "The request took longer than it may.",
 }

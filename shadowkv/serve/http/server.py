@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
             with suppress(OSError):  # if the terminal is closed
-                at_work = counted(len(tasks), "request")
-                print(f"stopping: {self._drain:g} s for {at_work} to end", file=sys.stderr, flush=True)
+                in_flight = counted(len(tasks), "request")
+                print(f"stopping: {self._drain:g} s for {in_flight} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
@@ -115,7 +115,11 @@ def server_on(
     listener: socket.socket, app: FastAPI, stops: Sequence[Stop], draining: Callable[[], object] = lambda: None
 ) -> Server:
     """A server that says where it is, once it runs on a bound socket; the rest as for ``Server``."""
-    host, port = listener.getsockname()[:2]
     scheme = "http" if app.state.settings.ssl_certfile is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    return Server(app, stops, lambda: print(f"ready: {url}/v1", flush=True), draining)
+    address = listener.getsockname()
+    if isinstance(address, str):
+        url = f"unix:{address}"
+    else:
+        host, port = address[:2]
+        url = f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    return Server(app, stops, lambda: print(f"ready: {url}", flush=True), draining)

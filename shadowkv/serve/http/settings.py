@@ -26,11 +26,23 @@ from shadowkv.wording import SettingsError
 KEY_VARIABLE = "SHADOWKV_API_KEY"
 LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
 
-METRICS_PREFIXES = ("shadowkv", "vllm")
-"""What names of metrics may begin with: vLLM's, for dashboards and autoscalers that are made for it."""
+METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
+"""What names of metrics may begin with, for dashboards and autoscalers that are made for these servers. llama.cpp has
+other metrics, too (``llama_metrics.py``)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""
+
+SWITCHES = (
+    ("--ui", "the page at /, and what it alone asks for (default: there is one)"),
+    ("--slots", "/slots, which says how many sequences run (default: it is there)"),
+    ("--metrics", "/metrics, for Prometheus (default: it is there)"),
+    (
+        "--cache-salt-by-key",
+        "cached prompts and saves belong to the API key that they came with (default: with two keys or more)",
+    ),
+)
+"""Flags that are turned on or, with ``--no-`` before their names, off; and what of."""
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 """uvicorn's."""
@@ -94,6 +106,8 @@ class ServerSettings:
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     ui: bool = True
+    slots: bool = True
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         bad = [
@@ -241,10 +255,8 @@ class ServerSettings:
         group.add_argument("--root-path", metavar="PATH", help=text)
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
-        text = "the page at /, and what it alone asks for (default: there is one)"
-        group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=None, help=text)
-        text = "cached prompts and saves belong to the API key that they came with (default: with two keys or more)"
-        group.add_argument("--cache-salt-by-key", action=argparse.BooleanOptionalAction, default=None, help=text)
+        for flag, text in SWITCHES:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         for flag, metavar, text in (
             (
                 "--allowed-hosts",

@@ -58,10 +58,13 @@ class Version(Answer):
     version: str
 
 
-def status_routes(engine: EngineClient, engines: Mapping[str, EngineClient], metrics: Metrics) -> APIRouter:
+def status_routes(
+    engine: EngineClient, engines: Mapping[str, EngineClient], metrics: Metrics, has_metrics: bool
+) -> APIRouter:
     """The routes.
 
     Args:
+        has_metrics: whether there is ``/metrics``.
         engine: whose health is the server's.
         engines: of all models, by their names to clients.
     """
@@ -101,8 +104,11 @@ def status_routes(engine: EngineClient, engines: Mapping[str, EngineClient], met
     async def get_version() -> dict[str, str]:
         return {"version": __version__}
 
-    @router.get("/metrics", response_class=Response, responses=responses(None, 503, text="text/plain"))
+    @router.get("/metrics", response_class=Response, responses=responses(None, 501, 503, text="text/plain"))
     async def get_metrics() -> Response:
-        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        if not has_metrics:
+            raise ApiError("this server was started with --no-metrics", status=501)
+        started = {"Process-Start-Time-Unix": str(about["created"])}  # as in llama.cpp
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=started)
 
     return router

@@ -15,7 +15,13 @@ from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest,
 
 
 class NativeCompletion(CompletionRequest):
-    """A completion whose length, where it names none, is the number that the server reserves."""
+    """A completion whose length, where it names none, is the number that the server reserves.
+
+    Attributes:
+        pieces: how many items of ``prompt`` are joined to each prompt; empty where each is one.
+    """
+
+    pieces: tuple[int, ...] = ()
 
     def limit(self, room: int | None) -> int | None:
         return self.max_tokens

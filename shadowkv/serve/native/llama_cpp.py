@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import chain, groupby, islice
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -15,10 +16,11 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import Name, refusal
 from shadowkv.serve.bodies.limits import MAX_BIASED_CHARS, MAX_LOGIT_BIASES
 from shadowkv.serve.http.replies import Events
-from shadowkv.serve.native.converted import NativeCompletions, NativeRequest
+from shadowkv.serve.native.converted import NativeCompletion, NativeCompletions, NativeRequest
 from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
 from shadowkv.serve.openai.logprobs import LOWEST, token_text
-from shadowkv.serve.openai.protocol import GenerationRequest
+from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, Tokens
+from shadowkv.serve.text.tokenization import check_prompt, encode
 
 NAMES = MappingProxyType({"max_tokens": "n_predict", "logprobs": "n_probs"})
 
@@ -85,10 +87,12 @@ class LlamaRequest(NativeRequest):
             raise refusal("n_predict", f"n_predict must be at least -1, not {self.n_predict}")
         seed = None if self.seed == -1 else self.seed  # -1 is a drawn one
         biases, self._text_biases = _biases(self.logit_bias)
+        prompt, pieces = _prompts(self.prompt)
         return {
             **{name: getattr(self, name) for name in SAMPLING},
             "seed": seed,
-            "prompt": _prompts(self.prompt),
+            "prompt": prompt,
+            "pieces": pieces,
             "max_tokens": None if self.n_predict == -1 else self.n_predict,
             "repetition_penalty": self.repeat_penalty,
             "logit_bias": biases,
@@ -97,17 +101,33 @@ class LlamaRequest(NativeRequest):
         }
 
 
-def _prompts(value: Any) -> Any:
-    """A prompt or a list of prompts, each of which may be an object that has a text."""
-    if isinstance(value, dict):
-        if value.get("multimodal_data"):
+def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
+    """The pieces of all prompts, each a text or token ids, and how many of them each prompt has. A prompt is a text, an
+    object that has one, token ids, or texts among token ids; there may be a list of them."""
+    if not isinstance(value, list | dict):
+        return value, (1,)
+    prompts = value if isinstance(value, list) and not _is_sequence(value) else [value]
+    pieces = [_pieces(prompt) for prompt in prompts]
+    return [*chain.from_iterable(pieces)], tuple(map(len, pieces))
+
+
+def _is_sequence(items: list[Any]) -> bool:
+    """Whether a list is one prompt: token ids, or these and texts."""
+    kinds = set(map(type, items))
+    return kinds <= {int} or kinds == {int, str}
+
+
+def _pieces(prompt: Any) -> list[Any]:
+    if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
             raise refusal("prompt", "multimodal_data is not supported: this server reads text")
-        if not isinstance(text := value.get("prompt_string"), str):
+        if not isinstance(text := prompt.get("prompt_string"), str):
             raise refusal("prompt", "a prompt that is an object needs a prompt_string, a text")
-        return text
-    if isinstance(value, list) and not all(isinstance(item, int) for item in value):
-        return [_prompts(item) if isinstance(item, dict) else item for item in value]
-    return value
+        return [text]
+    if not isinstance(prompt, list) or str not in set(map(type, prompt)) or not _is_sequence(prompt):
+        return [prompt]
+    runs = groupby(prompt, type)
+    return [piece for kind, run in runs for piece in (run if kind is str else [[*run]])]
 
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
@@ -160,6 +180,28 @@ class LlamaCompletions(NativeCompletions):
                 reason = f"logit_bias means more than {MAX_LOGIT_BIASES} tokens, which are allowed"
                 raise ApiError(reason, param="logit_bias")
         return body.completion.model_copy(update={"logit_bias": biases}) if body.text_biases else body.completion
+
+    def sizes(self, request: CompletionRequest) -> list[int]:
+        return [sum(map(len, pieces)) for pieces in _joined(request)]
+
+    def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
+        prompts = [self._tokens(pieces, limit) for pieces in _joined(request)]
+        for prompt in prompts:
+            check_prompt(self.tokenizer, prompt, limit, "prompt")
+        return prompts
+
+    def _tokens(self, pieces: Sequence[str | Tokens], limit: int) -> list[int]:
+        """Those of a prompt, of which the first text begins as a prompt does where nothing is before it."""
+        tokens: list[int] = []
+        for piece in pieces:
+            if not isinstance(piece, str):
+                tokens += piece.tolist()
+                continue
+            try:
+                tokens += encode(self.tokenizer, piece, limit, "prompt", add_special_tokens=not tokens)
+            except ValueError as error:  # text that is not valid UTF-8
+                raise ApiError(str(error), param="prompt") from error
+        return tokens
 
     async def answer(self, job: Job) -> Any:
         """An answer, or a list of them where there are several prompts."""
@@ -247,6 +289,13 @@ class LlamaCompletions(NativeCompletions):
             return answer
         found = {name: _field(answer, name.split("/")) for name in fields}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _joined(request: CompletionRequest) -> Iterator[list[str | Tokens]]:
+    """The pieces of each prompt."""
+    assert isinstance(request, NativeCompletion)
+    pieces = iter(request.prompt)
+    return ([*islice(pieces, count)] for count in request.pieces)
 
 
 def _parts(piece: Piece) -> list[Piece]:

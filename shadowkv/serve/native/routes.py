@@ -38,6 +38,7 @@ class LlamaErrorDetail(Answer):
         "not_found_error",
         "unavailable_error",
         "exceed_context_size_error",
+        "not_supported_error",
         "server_error",
     ]
     param: str | None
@@ -111,15 +112,17 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             "default_generation_settings": {"n_ctx": engine.max_model_len, "params": dict(engine.sampling_defaults)},
             "total_slots": engine.max_num_seqs,
             "model_alias": respond.served_name,
-            "model_path": engine.model_name,
+            "model_path": engine.model_path,
             "chat_template": template,
             "modalities": {"vision": False, "audio": False},
         }
 
-    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 503, error=LlamaError))
+    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 501, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
         """As many as sequences run at once; which one has which request is nobody's concern, so the first ones are
         those at work."""
+        if not settings.slots:
+            raise ApiError("this server was started with --no-slots", status=501)
         try:
             running = (await engine.stats()).running
         except EngineDead as error:

@@ -260,10 +260,11 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``: the text by vLLM's name and by llama.cpp's."""
+    """Answer of ``/detokenize``: the text by vLLM's name and, unless the request has a model, by llama.cpp's, whose
+    requests have none."""
 
     prompt: str
-    content: str
+    content: str = ""
 
 
 class RestoredPrompt(Answer):

@@ -360,7 +360,7 @@ class GenerationRequest(Sampling):
             room: tokens left in the context after the prompt; None is unlimited.
         """
         first = self._first_choice(defaults, room)
-        seeds = [None if self.seed is None else choice_seed(self.seed, choice) for choice in range(1, self.n)]
+        seeds = [None if first.seed is None else choice_seed(first.seed, choice) for choice in range(1, self.n)]
         return [first, *(replace(first, seed=seed) for seed in seeds)]
 
     def _first_choice(self, defaults: Mapping[str, float], room: int | None) -> SamplingParams:
@@ -397,6 +397,14 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _need_prompt(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("prompt") is None and data.get("prompt_embeds") == []:
+            words = "Either prompt or prompt_embeds must be provided and non-empty"  # vLLM's
+            raise refusal("prompt", f"{words}. This server takes a prompt, and no prompt_embeds")
+        return data
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:

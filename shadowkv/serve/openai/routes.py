@@ -35,7 +35,7 @@ from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, Cha
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.logprobs import token_text
 from shadowkv.serve.openai.messages import template_input
-from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Tokens
+from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shadowkv.serve.text.tokenization import check_length, check_tokens, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
@@ -150,10 +150,10 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         count = {"count": len(tokens), "max_model_len": engine.max_model_len}
         return JSONResponse({**count, "tokens": shown(body, tokens), "token_strs": strings})
 
-    def detokenize(tokens: Tokens) -> Response:
-        check_tokens(tokenizer, tokens, "tokens")
-        text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-        return JSONResponse({"prompt": text, "content": text})
+    def detokenize(body: DetokenizeRequest) -> Response:
+        check_tokens(tokenizer, body.tokens, "tokens")
+        text = tokenizer.decode(body.tokens.tolist(), skip_special_tokens=False)
+        return JSONResponse({"prompt": text} if body.model is not None else {"prompt": text, "content": text})
 
     @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
     async def post_tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -163,9 +163,7 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     @router.post("/detokenize", response_model=None, responses=responses(Detokenized, *FOR_EVERY_BODY))
     async def post_detokenize(body: DetokenizeRequest, request: Request) -> Response:
         check_model(body.model, served_name)
-        return await reply(
-            request, lambda: in_turn(current_tenant(), len(body.tokens), lambda: detokenize(body.tokens))
-        )
+        return await reply(request, lambda: in_turn(current_tenant(), len(body.tokens), lambda: detokenize(body)))
 
     @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:

@@ -60,7 +60,7 @@ ASSETS = _assets(FOLDER)
 PAGE_PATHS = frozenset(ASSETS)
 """They are served without a key: the page asks for the key."""
 
-MOST_SEGMENTS = 256
+MAX_SEGMENTS = 256
 """Most segments that are reported: the page draws each."""
 
 BINARY = "application/octet-stream"
@@ -160,7 +160,7 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
     async def get_stats(request: Request) -> Response:
         try:
             # Of whom a segment is cannot be told from its name: where keys are apart none has another's.
-            segments, count = ([], 0) if prompt_owner() else await engine.segments(MOST_SEGMENTS)
+            segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
             stats = await engine.stats()
         except Exception as error:
             return error_response(as_api_error(error), request.url.path)

@@ -23,7 +23,7 @@ that this one is still at work."""
 LOST_SECONDS = 60.0
 """Seconds without such a look after which the process that was at work is taken for gone."""
 
-MOST_OF_AN_OWNER = 32
+MAX_OF_AN_OWNER = 32
 """Responses that one process answers for an owner at a time: each writes to the store at every look."""
 
 NOT_FOUND = 404
@@ -40,8 +40,8 @@ class Background:
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
         """Begins a response to the items of an input, and returns it as it is now, without an answer; raises ApiError
         where it cannot be kept, or too many are at work."""
-        if [*self._owners.values()].count(owner) >= MOST_OF_AN_OWNER:
-            reason = f"no more than {MOST_OF_AN_OWNER} responses may be at work in the background"
+        if [*self._owners.values()].count(owner) >= MAX_OF_AN_OWNER:
+            reason = f"no more than {MAX_OF_AN_OWNER} responses may be at work in the background"
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
         queued = {**output.answer, "status": "queued"}
         value = {"input": items, "response": queued, "seen": time.time()}

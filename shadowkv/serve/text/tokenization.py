@@ -40,7 +40,7 @@ WORD_CHARS = 256
 
 _turns = FairTurns(TURNS)
 _threads = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
-_at_work: set[Event] = set()
+_in_flight: set[Event] = set()
 
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
@@ -50,7 +50,7 @@ async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
         return await in_thread(tenant, work)
     async with _turns.of(tenant):
         unwanted = Event()
-        _at_work.add(unwanted)
+        _in_flight.add(unwanted)
 
         def run() -> T:
             with unless_set(unwanted):
@@ -66,15 +66,15 @@ async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
             await asyncio.wait((working,))  # the turn is free when its work has ended
             raise
         finally:
-            _at_work.discard(unwanted)
-            if not _at_work:  # nobody waits for it
+            _in_flight.discard(unwanted)
+            if not _in_flight:  # nobody waits for it
                 _threads.submit(give_back_small_blocks)
 
 
 def drop_long() -> None:
     """Refuses all long texts that are tokenised or wait for it, because the server ends."""
     _turns.drop(server_stopping())
-    for unwanted in _at_work:
+    for unwanted in _in_flight:
         unwanted.set()
 
 

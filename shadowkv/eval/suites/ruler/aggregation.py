@@ -67,14 +67,14 @@ FREQUENT_PREFIX = " Answer: According to the coded text above, the three most fr
 NOISE = "..."
 LETTERS = 6
 TOKENS_PER_NEW_WORD = 50  # of the length
-LEAST_WORDS = 100  # from here on the fourth word is rarer than the third and more frequent than the fifth
+MIN_WORDS = 100  # from here on the fourth word is rarer than the third and more frequent than the fifth
 
 
 class FrequentWords:
     """Questions about the three most frequent of made-up words under Zipf's law: their frequency at rank k is
     proportional to k^-2, and rank 1 is noise. A unit is a word."""
 
-    least: int = LEAST_WORDS
+    least: int = MIN_WORDS
     most: int | None = None
 
     def __init__(self, tokenizer: Tokenizer, length: int, seed: int, data: Path | None) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-MOST_REPEATS, MOST_CHARACTERS = 6, 300
+MAX_REPEATS, MAX_CHARACTERS = 6, 300
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 
 
@@ -34,7 +34,7 @@ def list_of_names(value: object, name: str) -> tuple[str, ...]:
     """A config's list of patterns; raises ValueError if it is something else."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(item, str) and len(item) <= MOST_CHARACTERS for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) and len(item) <= MAX_CHARACTERS for item in value):
         raise ValueError(f"{name}={str(value)[:60]} is not a list of names")
     return tuple(value)
 
@@ -42,7 +42,7 @@ def list_of_names(value: object, name: str) -> tuple[str, ...]:
 def _compiled(expression: str) -> re.Pattern[str]:
     """Files may be malicious: what can take long on a name of 60 characters is refused."""
     repeats = sum(expression.count(mark) for mark in "*+{")
-    if _REPEATED_GROUP.search(expression) or repeats > MOST_REPEATS:
+    if _REPEATED_GROUP.search(expression) or repeats > MAX_REPEATS:
         raise ValueError(f"the regular expression {expression!r} repeats too much to be matched safely")
     try:
         return re.compile(expression)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shadowkv.models.checkpoints.files import ModelFileError, in_words, naming
+from shadowkv.models.checkpoints.files import ModelFileError, join_reasons, naming
 from shadowkv.models.checkpoints.quantised.format import Entry, Format, Found
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.safetensors_weights import DTYPES, SafetensorsWeights
@@ -62,7 +62,7 @@ class QuantisedWeights:
             if self._files.dtypes[name] not in DTYPES:
                 problems.append(f"{name} is {self._files.dtypes[name]}, and not part of a weight in {format.method}")
         if problems:
-            raise ModelFileError(directory, in_words(problems))
+            raise ModelFileError(directory, join_reasons(problems))
         self.shapes = plain | {name: found.shape for name, found in self._found.items()}
         self.forms: dict[str, Form] = {
             name: found.form for name, found in self._found.items() if found.form is not None

@@ -1,0 +1,92 @@
+"""llama.cpp's page of metrics, made of this server's own figures (``--metrics-prefix llamacpp``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import Metric
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "llamacpp"
+
+Figures = Mapping[str, float]
+Value = Callable[[Figures], float]
+
+
+def _own(name: str) -> Value:
+    return lambda figures: figures[name]
+
+
+def _ratio(count: Value, seconds: str) -> Value:
+    return lambda figures: count(figures) / figures[seconds] if figures[seconds] else 0.0
+
+
+def _computed(figures: Figures) -> float:
+    return figures["prompt_tokens_total"] - figures["prompt_tokens_cached_total"]
+
+
+def _after_the_first(figures: Figures) -> float:
+    return figures["request_generation_tokens_sum"] - figures["request_generation_tokens_count"]
+
+
+NO_DRAFTS = "Always 0: no tokens are drafted."
+
+COUNTERS: tuple[tuple[str, str, Value], ...] = (
+    ("prompt_tokens_total", "Prompt tokens that were computed.", _computed),
+    ("prompt_tokens_cached_total", "Prompt tokens found in the cache.", _own("prompt_tokens_cached_total")),
+    ("prompt_seconds_total", "Seconds of work on prompts.", _own("request_prefill_time_seconds_sum")),
+    ("tokens_predicted_total", "Tokens generated.", _own("generation_tokens_total")),
+    (
+        "tokens_predicted_seconds_total",
+        "Seconds from first tokens to last ones, of requests that ended.",
+        _own("request_decode_time_seconds_sum"),
+    ),
+    ("n_decode_total", "Steps of the engine that gave tokens.", _own("iteration_tokens_total_count")),
+    ("n_tokens_max", "Tokens of the longest request that ended.", _own("longest_request_tokens")),
+    ("spec_decode_num_draft_tokens_total", NO_DRAFTS, lambda figures: 0.0),
+    ("spec_decode_num_accepted_tokens_total", NO_DRAFTS, lambda figures: 0.0),
+    ("spec_decode_num_drafts_total", NO_DRAFTS, lambda figures: 0.0),
+)
+GAUGES: tuple[tuple[str, str, Value], ...] = (
+    (
+        "prompt_tokens_seconds",
+        "Computed prompt tokens per second of work on prompts, since the start.",
+        _ratio(_computed, "request_prefill_time_seconds_sum"),
+    ),
+    (
+        "predicted_tokens_seconds",
+        "Tokens per second of a request after its first one, since the start.",
+        _ratio(_after_the_first, "request_decode_time_seconds_sum"),
+    ),
+    ("requests_processing", "Requests that own a sequence.", _own("num_requests_running")),
+    ("requests_deferred", "Requests in the queue.", _own("num_requests_waiting")),
+    (
+        "n_busy_slots_per_decode",
+        "Tokens generated per step, since the start.",
+        _ratio(_own("generation_tokens_total"), "iteration_tokens_total_count"),
+    ),
+)
+
+
+def llama_page(metrics: Iterable[Metric]) -> bytes:
+    """The page, as text: metrics without labels. What nothing is known of, as the engine is dead, is left out.
+
+    Args:
+        metrics: this server's, whose names begin with ``PREFIX``.
+    """
+    figures = {
+        sample.name.removeprefix(f"{PREFIX}:"): sample.value
+        for metric in metrics
+        for sample in metric.samples
+        if sample.labels.keys() <= {"model_name"}
+    }
+    lines = []
+    for kind, rows in (("counter", COUNTERS), ("gauge", GAUGES)):
+        for name, text, value in rows:
+            try:
+                number = floatToGoString(value(figures))
+            except KeyError:
+                continue
+            full = f"{PREFIX}:{name}"
+            lines.append(f"# HELP {full} {text}\n# TYPE {full} {kind}\n{full} {number}\n")
+    return "".join(lines).encode()

@@ -1,0 +1,18 @@
+"""Matches of waiting prompts."""
+
+from __future__ import annotations
+
+from shadowkv.prefix_cache.copies.lookups import Lookups
+from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.page_names import PageNames
+
+
+def test_prompts_that_wait_for_the_disk_are_counted() -> None:
+    lookups = Lookups()
+    prompts = [Prompt([number], PageNames("origin")) for number in range(3)]
+    matches = (None, Match(None, 64), Match(None, 64, until=1.0))
+    for prompt, match in zip(prompts, matches, strict=True):
+        lookups.note(prompt, match, changes=0)
+    assert lookups.deferred == 1
+    lookups.forget(prompts[2], leave=False)
+    assert lookups.deferred == 0
