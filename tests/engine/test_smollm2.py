@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from precision import assert_close_in_blocks
 from session import Session
 from torch import Tensor
 
@@ -89,11 +90,13 @@ def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedMode
         "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon;\n\n"
         "def f(x):\n    return x\n"
     )
-    with torch.no_grad():
-        theirs = oracle(torch.tensor([ids])).logits[0]
-    # Logits reach 37 and went through 30 layers of float32 in another order of operations: 8e-5 apart when measured.
+
+    @torch.no_grad()
+    def theirs(count: int) -> list[Tensor]:
+        return [oracle(torch.tensor([ids[:count]])).logits[0]]
+
     for count in (5, len(ids)):
-        torch.testing.assert_close(all_logits(loaded, ids[:count]), theirs[:count], atol=5e-4, rtol=0)
+        assert_close_in_blocks([all_logits(loaded, ids[:count])], partial(theirs, count))
 
 
 def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from bad_files import edit_json, edit_tensors
 from dense_cache import packed_logits
 from families import CASES, TINY, build, load_oracle, oracle_logits
 from gguf_files import write_model
-from precision import InFloat64, assert_close_like_lowp, draws
+from precision import InFloat64, assert_close_in_blocks, assert_close_like_lowp, draws
 from quantised_files import write_quantised
 from test_families import assert_same, sequences
-from test_quantised_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv.engine.startup.sizing import block_bytes
@@ -119,7 +119,7 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
     of_experts = {name.rpartition(".experts.")[2].partition(".")[2] for name in kept if ".experts." in name}
     assert of_experts == {"down_proj.weight"}
     assert blocks.model.num_parameters == plain.model.num_parameters
-    assert_close(packed_logits(blocks.model, sequences()), packed_logits(plain.model, sequences()))
+    assert_close_in_blocks(packed_logits(blocks.model, sequences()), partial(packed_logits, plain.model, sequences()))
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "int4", "fp8, Qwen3's blocks", "nvfp4"])

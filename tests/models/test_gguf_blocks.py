@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from dense_cache import packed_logits
 from families import build
 from gguf_files import write_model
+from precision import assert_close_in_blocks
 from test_adapter import write_adapter
 from test_families import sequences
 from thread_group import on_ranks
@@ -47,11 +49,9 @@ def write(folder: Path, case: str, kinds: dict[str, str]) -> tuple[Path, Path]:
 
 
 def assert_same_logits(ours: LoadedModel, theirs: LoadedModel) -> None:
-    for lengths in ((9, 1, 5), (150,)):  # few tokens, and more than are multiplied without a copy of the weights
+    for lengths in ((9, 1, 2), (9, 1, 5), (150,)):  # few tokens, more, and more than are multiplied at once
         tokens = sequences(lengths)
-        for mine, other in zip(packed_logits(ours.model, tokens), packed_logits(theirs.model, tokens), strict=True):
-            assert other.abs().max() > 0.1
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        assert_close_in_blocks(packed_logits(ours.model, tokens), partial(packed_logits, theirs.model, tokens))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,11 @@ def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Pat
 def test_ranks_keep_the_blocks_that_they_do_not_cut(kinds: str, size: int, tmp_path: Path) -> None:
     """The MLP's 512 columns are cut at 256, or at 160 and 336; heads at their 64 columns."""
     blocks, plain = write(tmp_path, "llama", ALL_ALIKE[kinds] if kinds in ALL_ALIKE else MIXED[kinds])
-    expected = packed_logits(load_model(plain).model, sequences())
+    expected = partial(packed_logits, load_model(plain).model, sequences())
     ranks = on_ranks(size, lambda group: load_model(blocks, group=group))
     found = on_ranks(size, lambda group: packed_logits(load_model(blocks, group=group).model, sequences()))
     for rank, logits in zip(ranks, found, strict=True):
-        for mine, other in zip(logits, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        assert_close_in_blocks(logits, expected)
         assert isinstance(rank.model.layers[1].attention.qkv, QuantisedLinear)
         assert isinstance(rank.model.head, torch.nn.Parameter)
         inner, block = rank.shard.inner, 32 if kinds == "Q4_0" else 256

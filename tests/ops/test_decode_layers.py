@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision import InFloat64, assert_close_like_lowp, draws
+from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
 
@@ -18,15 +18,12 @@ from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projecti
 from shadowkv.ops.decode_layers.reference import decode_layers as reference
 from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 
 HIDDEN, INTERMEDIATE, QUERY_HEADS, HEADS, DIM, NUM_PAGES = 256, 512, 6, 2, 64, 24
-INTEGER_STEP = 2.0**-20
-"""Of kernels that multiply activations of few tokens as integers: in parts of the largest of 32
-(csrc/cpu/quantised_matmul/)."""
-
 FLOATS = ((1.0, None),)
 MIXED = ((0.5, "Q4_K"), (0.25, None), (0.25, "Q6_K"))
 FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", "Q8_0")}, "mixed": MIXED}
@@ -42,33 +39,46 @@ def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]
     return Projection(tuple(runs), torch.randn(rows) if bias else None)
 
 
-def make_layers(count: int, forms: str, norms: bool = False, bias: bool = False, **rope: Any) -> Layers:
-    """Layers of random weights, with pages full of random tokens of a batch."""
-    parts, made, query = FORMS[forms], [], QUERY_HEADS * DIM
+def make_layers(
+    count: int,
+    forms: str,
+    norms: bool = False,
+    bias: bool = False,
+    *,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    dim: int = DIM,
+    **rope: Any,
+) -> Layers:
+    """Layers of random weights, with pages full of random tokens of a batch. What has columns that are no whole blocks
+    is of plain numbers."""
+    parts, made, query = FORMS[forms], [], QUERY_HEADS * dim
 
     def norm(size: int, there: bool) -> Tensor | None:
         return 1 + 0.3 * torch.randn(size) if there else None
 
+    def weights(rows: int, columns: int, bias: bool = False) -> Projection:
+        whole = all(form is None or columns % BLOCKS[form].values == 0 for _, form in parts)
+        return projection(rows, columns, parts if whole else FLOATS, bias)
+
     for _ in range(count):
-        arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, DIM)
+        arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, dim)
         layer = Layer(
-            attention_norm=1 + 0.3 * torch.randn(HIDDEN),
-            qkv=projection(query + 2 * HEADS * DIM, HIDDEN, parts, bias),
-            query_norm=norm(DIM, norms),
-            key_norm=norm(DIM, norms),
-            out=projection(
-                HIDDEN, query, FLOATS if forms == "mixed" else parts, bias
-            ),  # 384 are not whole blocks of 256
-            post_attention_norm=norm(HIDDEN, norms),
-            mlp_norm=1 + 0.3 * torch.randn(HIDDEN),
-            gate_up=projection(2 * INTERMEDIATE, HIDDEN, parts),
-            down=projection(HIDDEN, INTERMEDIATE, parts),
-            post_mlp_norm=norm(HIDDEN, norms),
+            attention_norm=1 + 0.3 * torch.randn(hidden),
+            qkv=weights(query + 2 * HEADS * dim, hidden, bias),
+            query_norm=norm(dim, norms),
+            key_norm=norm(dim, norms),
+            out=weights(hidden, query, bias),
+            post_attention_norm=norm(hidden, norms),
+            mlp_norm=1 + 0.3 * torch.randn(hidden),
+            gate_up=weights(2 * intermediate, hidden),
+            down=weights(hidden, intermediate),
+            post_mlp_norm=norm(hidden, norms),
             k_pages=arena[0],
             v_pages=arena[1],
         )
         made.append(layer)
-    return Layers(made, 1e-5, RotaryTables(RopeConfig(DIM, **rope), 1000))
+    return Layers(made, 1e-5, RotaryTables(RopeConfig(dim, **rope), 1000))
 
 
 def part(layers: Layers, some: slice) -> Layers:
@@ -118,11 +128,11 @@ def results(way: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Layers, t
 
 def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> None:
     """Results and pages are those of the reference, in whole and cut up at attentions."""
-    x, before = torch.randn(len(tokens.positions), HIDDEN), torch.get_num_threads()
+    x, before = torch.randn(len(tokens.positions), len(layers.layers[0].attention_norm)), torch.get_num_threads()
     single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
     with InFloat64():
         exact = results(reference, x.double(), double, tokens)
-    lowp = draws(lambda: results(reference, x, copied(single), tokens), INTEGER_STEP)
+    lowp = draws_in_blocks(lambda: results(reference, x, copied(single), tokens))
     try:
         torch.set_num_threads(threads)
         found = results(decode_layers, x, layers, tokens)
@@ -145,6 +155,18 @@ def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> 
 @pytest.mark.parametrize("lengths", [(70,), (1, 64, 65, 200), tuple(range(3, 23))])
 def test_layers_of_any_weights_and_batch(seed: int, forms: str, lengths: tuple[int, ...]) -> None:
     assert_as_reference(make_layers(3, forms), new_tokens(lengths), threads=2)
+
+
+@pytest.mark.parametrize("lengths", [(70,), tuple(range(3, 23))])
+@pytest.mark.parametrize(
+    ("forms", "sizes"), [("floats", (36, 56, 12)), ("Q4_1", (256, 330, 20)), ("mixed", (256, 330, 20))]
+)
+def test_columns_of_plain_numbers_that_are_no_whole_runs_of_integers(
+    seed: int, forms: str, sizes: tuple[int, int, int], lengths: tuple[int, ...]
+) -> None:
+    hidden, intermediate, dim = sizes
+    layers = make_layers(2, forms, hidden=hidden, intermediate=intermediate, dim=dim)
+    assert_as_reference(layers, new_tokens(lengths), threads=2)
 
 
 @pytest.mark.parametrize(

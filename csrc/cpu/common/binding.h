@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "task_runs.h"
+
 namespace shadowkv {
 
 // Raises unless x is a CPU tensor with that many dimensions and that dtype.
@@ -15,6 +17,16 @@ inline void check(const at::Tensor& x, const char* name, int64_t dims, at::Scala
   TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
   TORCH_CHECK(x.dim() == dims, name, " has shape ", x.sizes(), ", not ", dims, " dimensions");
   TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
+}
+
+// Calls `work` in every thread with runs of tasks, `first` to `last`, that read memory in order.
+template <typename Work>
+void share_runs(int64_t tasks, const Work& work) {
+  TaskRuns runs;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (TaskRun run; (run = runs.draw(tasks, TaskRuns::parts_for(threads))).size() > 0;) work(run.first, run.last);
+  });
 }
 
 // Runs `work` in every thread with a function that returns one task after the other: numbers below `tasks`, then larger

@@ -29,13 +29,11 @@ void pause() {
 #endif
 }
 
-int64_t rows_per_task(int64_t columns) { return 4 * std::max<int64_t>(1, WEIGHTS_PER_TASK / (4 * columns)); }
-
 int64_t count_runs(int64_t rows, int64_t per_task) { return (rows + per_task - 1) / per_task; }
 
 int64_t count_products(const Projection& by) {
   int64_t count = 0;
-  for (const MatrixRun& run : by.runs) count += count_runs(run.rows, rows_per_task(by.columns));
+  for (const MatrixRun& run : by.runs) count += count_runs(run.rows, rows_per_task(WEIGHTS_PER_TASK, by.columns));
   return count;
 }
 
@@ -43,13 +41,14 @@ int64_t count_products(const Projection& by) {
 
 DecodeLayers::DecodeLayers(
     const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-    const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention)
+    const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads)
     : sizes(sizes),
       layers(layers),
       rope(rope),
       tokens(tokens),
       plan(plan),
       buffers(buffers),
+      threads(threads),
       first(behind_attention ? OUT_INPUT : INPUT),
       last(to_attention ? (layers.size() - 1) * STAGES + OUT_INPUT : layers.size() * STAGES + 1),
       progress(last),
@@ -68,10 +67,11 @@ void DecodeLayers::run() {
   Scratch scratch = {MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim)};
   for (int64_t stage = first; stage < last; ++stage) {
     const int64_t tasks = count_tasks(stage);
+    const int64_t parts = is_product(stage) ? TaskRuns::parts_for(threads) : tasks;
     Progress& at = progress[stage];
-    for (int64_t task; (task = at.next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      run_task(stage, task, scratch);
-      at.done.fetch_add(1, std::memory_order_release);
+    for (TaskRun run; (run = at.next.draw(tasks, parts)).size() > 0;) {
+      for (int64_t task = run.first; task < run.last; ++task) run_task(stage, task, scratch);
+      at.done.fetch_add(run.size(), std::memory_order_release);
     }
     for (int spins = 0; at.done.load(std::memory_order_acquire) < tasks;)
       if (++spins < SPINS)
@@ -79,6 +79,11 @@ void DecodeLayers::run() {
       else
         std::this_thread::yield();
   }
+}
+
+bool DecodeLayers::is_product(int64_t stage) {
+  const int64_t kind = stage % STAGES;
+  return kind == QKV || kind == OUT || kind == GATE_UP || kind == DOWN;
 }
 
 int64_t DecodeLayers::count_tasks(int64_t stage) const {
@@ -175,7 +180,7 @@ void DecodeLayers::attend(const Layer& layer, int64_t number, PagedScratch& scra
 
 void DecodeLayers::multiply(
     const Projection& by, Input& x, int64_t task, MatmulScratch& scratch, std::vector<float>& out) const {
-  const int64_t per_task = rows_per_task(by.columns);
+  const int64_t per_task = rows_per_task(WEIGHTS_PER_TASK, by.columns);
   float* to = out.data();
   for (const MatrixRun& run : by.runs) {
     const int64_t tasks = count_runs(run.rows, per_task);

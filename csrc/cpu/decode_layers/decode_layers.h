@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/attention/paged_attention.h"
+#include "cpu/common/task_runs.h"
 #include "cpu/quantised_matmul/quantised_matmul.h"
 
 namespace shadowkv {
@@ -65,16 +66,17 @@ class DecodeLayers {
   // Arguments are to outlive it.
   DecodeLayers(
       const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-      const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention);
+      const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads);
 
-  // To be called by any number of threads; returns when all is done.
+  // To be called by any number of threads, best by `threads`; returns when all is done.
   void run();
 
  private:
   enum Stage { INPUT, QKV, HEADS, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, ACTIVATION, DOWN, STAGES };
 
   struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
+    TaskRuns next;
+    std::atomic<int64_t> done{0};
   };
 
   struct Scratch {
@@ -93,6 +95,7 @@ class DecodeLayers {
     void finish_row(int64_t token) { activations.write(token, row(token)); }
   };
 
+  static bool is_product(int64_t stage);
   int64_t count_tasks(int64_t stage) const;
   void run_task(int64_t stage, int64_t task, Scratch& scratch);
   void add_delta(const float* bias, const float* norm, int64_t token);
@@ -107,6 +110,7 @@ class DecodeLayers {
   const NewTokens& tokens;
   const PagedPlan& plan;
   const LayerBuffers& buffers;
+  int64_t threads;
   int64_t first, last;  // stages, counted over all layers; one more than the layers have adds what the last one leaves
   std::vector<Progress> progress;
   std::vector<std::atomic<int64_t>> left;  // tasks of each sequence and head in the attention that is under way

@@ -199,8 +199,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
   const shadowkv::LayerBuffers buffers = {
       stream.mutable_data_ptr<float>(), q.mutable_data_ptr<float>(), out.mutable_data_ptr<float>(),
       lse.mutable_data_ptr<float>()};
-  shadowkv::DecodeLayers decode(sizes, layers, rope, tokens, plan, buffers, attended.has_value(), to_attention);
-  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { decode.run(); });
+  const int64_t threads = at::get_num_threads();
+  shadowkv::DecodeLayers decode(sizes, layers, rope, tokens, plan, buffers, attended.has_value(), to_attention, threads);
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { decode.run(); });
   return {stream, q, out, lse};
 }
 

@@ -1,7 +1,9 @@
 // The kernels of products with quantised matrices, included once per instruction set (instruction_sets.inc.h).
 
 #include "block_formats.inc.h"
-#if SHADOWKV_LANES > 4
+#if SHADOWKV_LANES == 16
+#include "multiply_row_tiles.inc.h"
+#elif SHADOWKV_LANES == 8
 #include "multiply_integers.inc.h"
 #endif
 

@@ -43,10 +43,21 @@ struct IntegerRuns {
   float scale[8], total[8];
 };
 
+// 32 activations of a token as integers of 16 bits, 256 * high + low, with their scale, the sum of the numbers that these
+// stand for, and those of the integers in each half with their signs changed.
+struct ByteRun {
+  int8_t high[32], low[32];
+  float scale, total;
+  int32_t negative[2];
+};
+
 // Of a token with that many activations.
 constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
 
-// Activations [tokens, columns] in the form in which that many tokens are multiplied fastest on this machine.
+// Rows that a thread takes at a time, about so many weights, a multiple of what any kernel multiplies at a time.
+int64_t rows_per_task(int64_t weights, int64_t columns);
+
+// Activations [tokens, columns] in the form in which so many are multiplied fastest on this machine.
 class Activations {
  public:
   Activations(int64_t tokens, int64_t columns);
@@ -58,10 +69,16 @@ class Activations {
   friend void multiply_rows(
       const QuantisedMatrix&, const Activations&, int64_t, int64_t, struct MatmulScratch&, float*, int64_t);
 
+  enum class Form { floats, digits, bytes };
+
+  static Form form_of(int64_t tokens);
+
   int64_t tokens, columns;
-  bool integers;
-  std::vector<float> floats;      // [tokens, columns], or
+  Form form;
+  // One of these:
+  std::vector<float> floats;      // [tokens, columns]
   std::vector<IntegerRuns> runs;  // [tokens, runs_of(columns)]
+  std::vector<ByteRun> bytes;     // [tokens, columns / 32]
 };
 
 // Working memory of one thread.
@@ -72,11 +89,11 @@ struct MatmulScratch {
   explicit MatmulScratch(int64_t tokens);
 };
 
-// out [tokens, ...], rows `out_row` apart, in columns `first` to `last`, = x times these rows of the matrix. Elements are
-// bitwise equal regardless of the rows that they are computed with, and of the tokens where these have the same form.
+// out [tokens, ...], rows `out_row` apart, in columns `first` to `last`, = x times these rows of the matrix. Elements
+// are bitwise equal regardless of the rows that they are computed with, and of the tokens where these have the same form.
 void multiply_rows(
-    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch, float* out,
-    int64_t out_row);
+    const QuantisedMatrix& matrix, const Activations& x, int64_t first, int64_t last, MatmulScratch& scratch,
+    float* out, int64_t out_row);
 
 // out [columns] = a row.
 void unpack_row(const QuantisedMatrix& matrix, int64_t row, float* out);

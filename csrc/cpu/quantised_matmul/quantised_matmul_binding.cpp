@@ -18,6 +18,8 @@ using shadowkv::check;
 // Weights per task: about 10 microseconds of work.
 constexpr int64_t WEIGHTS_PER_TASK = 65536;
 
+constexpr int64_t TOKENS_PER_TASK = 16;  // whose activations a thread writes
+
 shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name) {
   const shadowkv::BlockFormat* format = shadowkv::find_block_format(name);
   TORCH_CHECK(format != nullptr, "no format of blocks is called ", name);
@@ -30,9 +32,8 @@ shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name)
       blocks.size(1) / format->bytes * format->values, format->kind};
 }
 
-// Rows per task, a multiple of what the kernel processes at a time.
 int64_t rows_per_task(int64_t columns) {
-  return 4 * std::max<int64_t>(1, WEIGHTS_PER_TASK / (4 * std::max<int64_t>(columns, 1)));
+  return shadowkv::rows_per_task(WEIGHTS_PER_TASK, std::max<int64_t>(columns, 1));
 }
 
 Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view format) {
@@ -43,16 +44,17 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
   const Tensor tokens = x.contiguous();
   Tensor out = at::empty({x.size(0), matrix.rows}, x.options());
   if (out.numel() == 0) return out;
-  shadowkv::Activations activations(x.size(0), matrix.columns);
-  for (int64_t token = 0; token < x.size(0); ++token)
-    activations.write(token, tokens.const_data_ptr<float>() + token * matrix.columns);
-  const int64_t run = rows_per_task(matrix.columns), tasks = (matrix.rows + run - 1) / run;
+  const float* from = tokens.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  shadowkv::share_tasks(tasks, [&](const auto& next) {
+  shadowkv::Activations activations(x.size(0), matrix.columns);
+  at::parallel_for(0, x.size(0), TOKENS_PER_TASK, [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; ++token) activations.write(token, from + token * matrix.columns);
+  });
+  const int64_t rows = rows_per_task(matrix.columns), tasks = (matrix.rows + rows - 1) / rows;
+  shadowkv::share_runs(tasks, [&](int64_t first, int64_t last) {
     shadowkv::MatmulScratch scratch(x.size(0));
-    for (int64_t i; (i = next()) < tasks;)
-      shadowkv::multiply_rows(
-          matrix, activations, i * run, std::min((i + 1) * run, matrix.rows), scratch, to, matrix.rows);
+    shadowkv::multiply_rows(
+        matrix, activations, first * rows, std::min(last * rows, matrix.rows), scratch, to, matrix.rows);
   });
   return out;
 }
