@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
@@ -107,14 +107,13 @@ def violations(values: DataclassInstance) -> list[str]:
     return reasons
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance], leave_out: Iterable[str] = ()) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
     """Adds a flag for every field of ``config``, in the groups that they name."""
     groups: dict[str, Any] = {}
     for name, declared in settings_of(config).items():
-        if name not in set(leave_out):
-            group = groups.setdefault(declared.group, None) or parser.add_argument_group(declared.group)
-            groups[declared.group] = group
-            add_flag(group, config, name)
+        if declared.group not in groups:
+            groups[declared.group] = parser.add_argument_group(declared.group)
+        add_flag(groups[declared.group], config, name)
 
 
 def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: str, **changed: Any) -> None:

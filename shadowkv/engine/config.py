@@ -144,7 +144,7 @@ class EngineConfig:
     enable_expert_parallel: bool = setting(
         False,
         MODEL,
-        "of a mixture of experts each of those GPUs has some whole, instead of a part of every one",
+        "of a mixture of experts each GPU has some whole, instead of a part of every one",
         "-ep",
     )
     disable_custom_all_reduce: bool = setting(
@@ -231,7 +231,7 @@ class EngineConfig:
         "sampling of requests that do not say theirs: the model's own generation_config.json, vllm: none, or "
         "that of a directory (default: %(default)s)",
         metavar="auto|vllm|DIR",
-        check=NOT_EMPTY,
+        check=Check(lambda value: value != "", "must be 'auto', 'vllm' or a directory, and not empty"),
     )
     override_generation_config: Mapping[str, Any] | None = setting(
         None,

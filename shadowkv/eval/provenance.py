@@ -80,6 +80,8 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
             known = {**KVSpec().as_dict(), **known}  # fields that are newer than the folder had their defaults
+            former = {"rank": None, "key_groups": 1, "centred": None}  # every policy had these, of any keys
+            known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(

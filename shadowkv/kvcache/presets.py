@@ -35,8 +35,8 @@ PRESETS: dict[str, KVSpec] = {
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own
     # and keys without their mean;
-    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"keys.centred": True}),
-    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"keys.centred": True}),
+    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"centred": True}),
+    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"centred": True}),
     # its block format of llama.cpp; levels in 4 bits whose rows keep their norms; and 8-bit floats, their baseline.
     "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
     "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
@@ -125,7 +125,7 @@ def _value(spec: KVSpec, field: str, text: str) -> Any:
         if not (is_known(field, text) if field in AXES else text in choices[field]):
             raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
-    own = KVSpec if field in NAMES else declared(spec, field)
+    own = KVSpec if field in NAMES else None if field.startswith(".") else declared(spec, field)
     if own is None:
         raise ValueError(
             f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts (docs/presets.md)"

@@ -3,6 +3,7 @@ kernel of our own, the rest through NCCL, and gloo on CPUs."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TypeVar, cast
@@ -11,7 +12,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from shadowkv.layers.peer_memory import PeerMemory, open_peer_memory
+from shadowkv.layers.peer_memory import PeerMemory, allocate
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -33,9 +36,31 @@ class Group:
         size: number of ranks.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, peer_memory: PeerMemory | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._peer_memory = peer_memory
+        self._peer_memory: PeerMemory | None = None
+
+    def share_memory(self, device: torch.device) -> None:
+        """Adds up through the memory of the ranks' GPUs from now on, where every rank can; logged where not. What each
+        of them has found is agreed on before any waits for another: one that cannot go on keeps nobody waiting."""
+        if self.size == 1 or device.type != "cuda":
+            return
+        own, reasons = allocate(device, self.size)
+        memory = None
+        if self._all(own is not None) and own is not None:
+            try:
+                memory = PeerMemory(own, self.rank)
+            except RuntimeError as error:
+                reasons = [str(error)]
+            if self._all(memory is not None):
+                self._peer_memory = memory
+        if self._peer_memory is None:
+            reason = "; ".join(reasons) or "another rank cannot"
+            logger.warning("sums over ranks go through NCCL, which is slower for few tokens: %s", reason)
+
+    def _all(self, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return self.least({"holds": int(holds)})["holds"] == 1
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, in place; its bits are the same on all of them."""
@@ -108,9 +133,8 @@ class _failing:
             raise RankFailure(f"a tensor-parallel rank does not answer: {error}") from error
 
 
-def open_group(rank: int, size: int, device: torch.device, meeting: str, with_peer_memory: bool = True) -> Group:
-    """Waits for the other ranks of a host, which all name the same file, which must not exist yet; they address each
-    other's memory where they can, unless they shall not.
+def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
+    """Waits for the other ranks of a host, which all name the same file, which must not exist yet.
 
     Raises ValueError where this process already is in a group.
     """
@@ -120,7 +144,7 @@ def open_group(rank: int, size: int, device: torch.device, meeting: str, with_pe
     torch.distributed.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=rank, world_size=size
     )
-    return Group(rank, size, open_peer_memory(rank, size, device) if with_peer_memory else None)
+    return Group(rank, size)
 
 
 def check_alone() -> None:

@@ -7,7 +7,7 @@ kernel.
 
 from __future__ import annotations
 
-import logging
+import os
 
 import torch
 import torch.distributed
@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from shadowkv.ops.extension import cuda_missing
-
-logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS, MAX_RANKS = 64, 8
@@ -48,24 +46,48 @@ def missing(ranks: int) -> list[str]:
     ]
 
 
+_allocated: list[Tensor] = []
+"""This process's part, of the first group that had one. PyTorch counts the exchanges of addresses in a process, and new
+processes of a second group would count otherwise: they would wait for one another. It stays to the end of the process,
+because PyTorch ends the process where it frees such memory after an error of CUDA."""
+
+
+def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]]:
+    """This rank's part of the memory of so many GPUs, uint8, its flags 0; or None, and why."""
+    if reasons := missing(ranks):
+        return None, reasons
+    if _allocated:
+        return None, ["this process has had such memory already, in another group of ranks"]
+    # Without it PyTorch makes objects of NVLink's multicast, which the kernel does not use and a host may not bear.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    try:
+        own = symmetric_memory.empty(FLAG_BYTES + 2 * REGION_BYTES, dtype=torch.uint8, device=device)
+        own[:FLAG_BYTES].zero_()
+        torch.cuda.synchronize(device)  # before another rank raises a flag
+    except RuntimeError as error:
+        return None, [str(error)]
+    _allocated.append(own)
+    return own, []
+
+
 class PeerMemory:
     """This rank's part of the memory, and the addresses of the others'. Every rank makes one at the same time.
 
-    Raises RuntimeError where the ranks cannot share memory.
+    Args:
+        own: what ``allocate`` has returned.
+
+    Raises RuntimeError where the ranks cannot share it.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, own: Tensor, rank: int) -> None:
         self._rank = rank
-        size = FLAG_BYTES + 2 * REGION_BYTES
-        self._own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self._own[:FLAG_BYTES].zero_()
-        torch.cuda.synchronize(device)  # before another rank raises a flag
         group = torch.distributed.group.WORLD
         assert group is not None
-        shared = symmetric_memory.rendezvous(self._own, group.group_name)
-        self._buffers = torch.tensor(shared.buffer_ptrs, dtype=torch.int64)
-        self._calls = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
-        self._aborted = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(own.device):  # pinned memory makes a context on the current one
+            shared = symmetric_memory.rendezvous(own, group.group_name)
+            self._buffers = torch.tensor(shared.buffer_ptrs, dtype=torch.int64)
+            self._calls = torch.zeros(BLOCKS, dtype=torch.int32, device=own.device)
+            self._aborted = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``sum`` takes a tensor."""
@@ -83,14 +105,3 @@ class PeerMemory:
     def abort(self) -> None:
         """Ends what waits for another rank, now and later. Sums are wrong from here on."""
         self._aborted.fill_(1)
-
-
-def open_peer_memory(rank: int, size: int, device: torch.device) -> PeerMemory | None:
-    """The memory of a group of GPUs; None where its ranks cannot address each other's, which is logged."""
-    if device.type != "cuda":
-        return None
-    if reasons := missing(size):
-        logger.warning("sums over ranks go through NCCL, which is slower for few tokens: %s", "; ".join(reasons))
-        return None
-    with torch.cuda.device(device):  # pinned memory makes a context on the current one
-        return PeerMemory(rank, device)

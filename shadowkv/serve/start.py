@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,8 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
             print(f"note: {note}", file=sys.stderr, flush=True)
     except ValueError as error:
         parser.error(str(error))
+    if args.uds == "":
+        parser.error("--uds must name a file")
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be between 0 and 65535")
     return args
@@ -66,33 +69,38 @@ def bound_socket(args: argparse.Namespace) -> Iterator[socket.socket]:
     """The socket that the flags name, while the model loads and until the server ends. It does not listen yet, so
     clients are refused until then. Raises ValueError where it cannot be had."""
     with bind(args.host, args.port) if args.uds is None else bind_file(args.uds) as listener:
-        try:
-            yield listener
-        finally:
-            if args.uds is not None:
-                Path(args.uds).unlink(missing_ok=True)
+        yield listener
 
 
-def bind_file(file: str) -> socket.socket:
-    """A Unix domain socket with this file, in place of one that a server which was killed has left."""
+@contextmanager
+def bind_file(file: str | Path) -> Iterator[socket.socket]:
+    """A Unix domain socket with this file, in place of one that a killed server has left. A server keeps ``FILE.lock``
+    locked from here to its end: also while it loads or drains, when nobody could connect."""
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
-            if Path(file).is_socket() and not _is_answered(file):
+            lock = stack.enter_context(open(f"{file}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            if Path(file).is_socket() and not _is_answered(file):  # no other program listens there
                 Path(file).unlink()
-            listener.bind(file)
+            listener.bind(str(file))
+        except BlockingIOError as error:
+            raise ValueError(f"cannot listen on --uds {file}: another server has it") from error
         except OSError as error:
             raise ValueError(f"cannot listen on --uds {file}: {error.strerror or error}") from error
-        stack.pop_all()  # bound: the caller closes it
-    return listener
+        stack.callback(Path(file).unlink, missing_ok=True)
+        yield listener
 
 
-def _is_answered(file: str) -> bool:
+def _is_answered(file: str | Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)  # one whose queue is full does not answer
         try:
-            client.connect(file)
+            client.connect(str(file))
         except ConnectionRefusedError:
             return False
+        except TimeoutError:
+            return True
     return True
 
 

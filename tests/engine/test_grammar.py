@@ -21,6 +21,7 @@ from shadowkv.engine.structured.json_schema import (
     MAX_SCHEMA_STATES,
     check_schema,
     unrolled,
+    with_prefix_items,
 )
 from shadowkv.grammar_text import choice_text, grammar_text
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
@@ -117,6 +118,12 @@ TUPLE = {"type": "array", "items": [{"type": "integer"}, {"const": "a"}], "addit
 def test_items_may_be_a_list_as_in_earlier_drafts(grammars: Grammars, text: str, follows: bool) -> None:
     constraint = begun(grammars, json.dumps(TUPLE))
     assert all([accepts(constraint, byte) for byte in text.encode()]) is follows
+
+
+def test_such_lists_are_found_wherever_schemas_are_and_nowhere_else() -> None:
+    schema = '{"properties": {"default" : {"items" : [{"const": 1}]}}, "enum": [{"items": [1]}]}'
+    found = json.loads(with_prefix_items(schema))
+    assert found == {"properties": {"default": {"prefixItems": [{"const": 1}]}}, "enum": [{"items": [1]}]}
 
 
 @pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH, 900, 10**5])

@@ -70,6 +70,7 @@ def parts(ranks: int, size: int, dtype: torch.dtype, generator: torch.Generator)
 
 def sums(meeting: str, ranks: int, rank: int) -> None:
     group = open_group(rank, ranks, torch.device("cuda", rank), meeting)
+    group.share_memory(torch.device("cuda", rank))
     memory = memory_of(group)
     generator = torch.Generator("cuda").manual_seed(5)
     sizes = [8, 24, 4096, 8 * 4093, 64 * 4096, 300 * 4096, 1000 * 4096 + 8, REGION_BYTES // 4]
@@ -112,6 +113,7 @@ def sums(meeting: str, ranks: int, rank: int) -> None:
 
 def absent(meeting: str, ranks: int, rank: int) -> None:
     group = open_group(rank, ranks, torch.device("cuda", rank), meeting)
+    group.share_memory(torch.device("cuda", rank))
     torch.distributed.barrier()
     if rank == 0:
         x, done = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16), torch.cuda.Event()
@@ -129,6 +131,7 @@ def absent(meeting: str, ranks: int, rank: int) -> None:
 
 def times(meeting: str, ranks: int, rank: int) -> None:
     group = open_group(rank, ranks, torch.device("cuda", rank), meeting)
+    group.share_memory(torch.device("cuda", rank))
     memory = memory_of(group)
     if rank == 0:
         print(f"{ranks} ranks\n{'tokens of 4096':>16} {'one shot':>10} {'two shots':>10} {'NCCL':>10}  us")

@@ -156,7 +156,7 @@ REQUESTS = [
 
 
 def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str, str]]]:
-    """What an answer says, without its id and its time; of a stream without how its text is cut: a busy server adds
+    """What an answer says, without its id and its times; of a stream without how its text is cut: a busy server adds
     several tokens at once."""
     names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
     assert len(answer.headers.get_list("x-request-id")) == 1
@@ -165,7 +165,7 @@ def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str
         if isinstance(value, list):
             return [strip(one) for one in value]
         if isinstance(value, dict):
-            own = ("id", "item_id", "created", "created_at", "completed_at", "sequence_number")
+            own = ("id", "item_id", "created", "created_at", "completed_at", "sequence_number", "timings")
             return {name: strip(one) for name, one in value.items() if name not in own}
         return value
 

@@ -46,7 +46,7 @@ def test_a_live_server(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(out.read_text(encoding="utf-8"))
     assert (found["completed"], found["failed"], found["interrupted"]) == (7, 0, 0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (7 * 200, 7 * 30)
-    assert (found["model_id"], found["max_model_len"], found["kv"]) == ("tiny", 512, "shadowkv")
+    assert (found["model_id"], found["max_model_len"], found["kv"]) == ("tiny", 512, ENGINE["kv"])
     assert found["version"] == __version__
     assert found["output_throughput"] == pytest.approx(7 * 30 / found["duration"])
     assert 0 < found["decode_only_seconds"] < found["duration"]

@@ -23,8 +23,8 @@ def test_a_server_on_a_unix_socket(tiny_model: Path, tmp_path: Path, monkeypatch
         with httpx.Client(transport=transport, base_url="http://any-host", timeout=300) as client:
             answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
-        with pytest.raises(ValueError, match=r"cannot listen on --uds s.sock: Address already in use"):
-            bind_file(str(file))
+        with pytest.raises(ValueError, match=r"cannot listen on --uds s.sock: another server has it"), bind_file(file):
+            pass
         assert file.is_socket()
         running.http.terminate()
         running.http.wait()
@@ -34,6 +34,29 @@ def test_a_server_on_a_unix_socket(tiny_model: Path, tmp_path: Path, monkeypatch
 def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("mine")
-    with pytest.raises(ValueError, match=f"cannot listen on --uds {file}: Address already in use"):
-        bind_file(str(file))
+    with pytest.raises(ValueError, match=f"cannot listen on --uds {file}: Address already in use"), bind_file(file):
+        pass
     assert file.read_text() == "mine"
+
+
+def test_a_server_that_does_not_answer_yet_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("s.sock")
+    with bind_file(file):  # it loads: nobody can connect
+        with pytest.raises(ValueError, match="another server has it"), bind_file(file):
+            pass
+        assert file.is_socket()
+    assert not file.exists()
+    with bind_file(file) as listener:
+        assert listener.getsockname() == "s.sock"
+
+
+def test_a_socket_that_another_program_answers_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("s.sock")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(file))
+        other.listen()
+        with pytest.raises(ValueError, match="Address already in use"), bind_file(file):
+            pass
+        assert file.is_socket()

@@ -67,7 +67,9 @@ class Ranks:
             self._await_all()
             self._watching.start()
             with self.together():
-                self.group = open_group(0, size, self.device, meeting, not config.disable_custom_all_reduce)
+                self.group = open_group(0, size, self.device, meeting)
+                if not config.disable_custom_all_reduce:
+                    self.group.share_memory(self.device)
         except BaseException:
             self.close()
             raise

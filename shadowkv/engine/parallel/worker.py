@@ -63,7 +63,9 @@ def main(number: int) -> None:
         device = rank_device(config.device, rank)
         pipe.send(HERE)
         threading.Thread(target=_listen, args=(pipe, commands), name="shadowkv-rank", daemon=True).start()
-        group = open_group(rank, size, device, meeting, not config.disable_custom_all_reduce)
+        group = open_group(rank, size, device, meeting)
+        if not config.disable_custom_all_reduce:
+            group.share_memory(device)
         with current(device):
             loaded, cache, _ = load_engine_parts(config, group=group, device=device)
             worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache)

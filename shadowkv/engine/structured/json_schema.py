@@ -44,9 +44,12 @@ Effort = Literal["small", "medium", "large"]
 """What compiling a schema takes: a second at the most; seconds, or forever, although it is short; half a minute, or
 forever."""
 
-LISTED_ITEMS = re.compile(r'"items":\s*\[')
+LISTED_ITEMS = re.compile(r'"items"\s*:\s*\[')
 DATA = ("const", "enum", "default", "examples")
 """Keys whose values are no schemas."""
+
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keys whose values are schemas by names, which may be any words."""
 
 LONGEST_STRING = 1_000
 """States of a string, however long it may be."""
@@ -207,7 +210,12 @@ def _with_prefix_items(rules: Any) -> Any:
         return [*map(_with_prefix_items, rules)]
     if not isinstance(rules, dict):
         return rules
-    parts = {key: value if key in DATA else _with_prefix_items(value) for key, value in rules.items()}
+    parts = {}
+    for key, value in rules.items():
+        if key in NAMED and isinstance(value, dict):
+            parts[key] = {name: _with_prefix_items(schema) for name, schema in value.items()}
+        else:
+            parts[key] = value if key in DATA else _with_prefix_items(value)
     if isinstance(parts.get("items"), list):
         parts["prefixItems"] = parts.pop("items")
         if "additionalItems" in parts:

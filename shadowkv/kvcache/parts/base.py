@@ -225,14 +225,14 @@ class Part(ABC):
 
 
 class KeyPart(Part):
-    """How a selected key is rebuilt.
-
-    Attributes:
-        centred: whether keys are stored without the mean key of their prompt.
-    """
+    """How a selected key is rebuilt."""
 
     axis = "keys"
-    centred = False
+
+    @property
+    def centred(self) -> bool:
+        """Whether keys are stored without the mean key of their prompt."""
+        return False
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:

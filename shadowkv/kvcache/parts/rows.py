@@ -163,7 +163,7 @@ class CodedKeys(CodedPart, KeyPart):
         return "without their mean" if cls.settings_of(spec).centred else ""
 
     @property
-    def centred(self) -> bool:  # type: ignore[override]
+    def centred(self) -> bool:
         return bool(self.settings.centred)
 
     @property
