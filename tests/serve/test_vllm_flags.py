@@ -158,7 +158,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
     )
     args = parse(["--config", str(file)])
     assert capsys.readouterr().err.startswith("note: --trust-remote-code has no effect")
-    assert (args.model, args.max_model_len, args.port, args.served_model_name) == ("org/model", 8000, 8100, ["a", "b"])
+    assert (args.model, args.max_model_len, args.port, args.served_model_name) == ("org/model", 8000, 8100, ("a", "b"))
     assert args.enforce_eager and not args.enable_prefix_caching and args.hf_overrides == {"rope_theta": 5e6}
     assert args.kv == "fp8" and args.seed is None
     more = "other --max_model_len 4096 --api-key three --kv full --enable-prefix-caching"
@@ -178,7 +178,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
         ("a: b\n" * 100_000, "it has more than 128 KiB"),
         ("model: 2024-01-01", "'model' has a value that JSON does not have; put it in quotes"),
         ("port: " + ":".join(["1"] * 5000), "'port' has a value that JSON does not have"),
-        (f"allowed-origins: '{'[' * 100_000}'", "begins like a list in JSON and is none of strings"),
+        (f"allowed-origins: '{'[' * 100_000}'", "is not a JSON list of strings"),
     ):
         capsys.readouterr()
         file.write_text(text)
