@@ -1,5 +1,5 @@
-"""Flags of vLLM that this engine and its server have not: those without a meaning here, accepted with a line that says
-so, and those that are refused, with what to use instead. The table is docs/vllm.md's as well."""
+"""vLLM's flags that have no counterpart here: some are accepted with a note that they have no effect, and others are
+refused with what to use instead. The tables in docs/vllm.md have the same rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm_"
-"""Of where parsed values go, so that they meet no flag of this server's own."""
+"""Prefix of the attributes that parsed values are stored in, so that they do not collide with this server's flags."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,14 @@ class VllmFlag:
 
     Attributes:
         names: the long one first.
-        words: why it has no effect, or is refused, and what to use instead.
+        reason: why it has no effect or is refused, and what to use instead.
         refused: whether the server does not start with it.
-        values: how many it has, ``+`` for one or more; with 0 it is a switch, with ``--no-`` before its name to turn
-            it off.
-        fine: values that ask for nothing but what is so anyway, which need no words.
+        values: number of its values, ``+`` for one or more; 0 is a switch with a ``--no-`` form.
+        fine: values that ask for what is the case anyway; they are accepted without a note.
     """
 
     names: tuple[str, ...]
-    words: str
+    reason: str
     refused: bool
     values: int | str = 1
     fine: tuple[str, ...] = ()
@@ -38,143 +37,156 @@ class VllmFlag:
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
-def _no_effect(*names: str, words: str, values: int | str = 1, fine: tuple[str, ...] = ()) -> VllmFlag:
-    return VllmFlag(names, words, False, values, fine)
+def _flag(usage: str, reason: str, refused: bool, fine: tuple[str, ...]) -> VllmFlag:
+    """A flag by its usage: names, then ``N`` for a value and ``N+`` for one or more."""
+    words = usage.split()
+    values: int | str = {"N": 1, "N+": "+"}.get(words[-1], 0)
+    return VllmFlag(tuple(word for word in words if word.startswith("-")), reason, refused, values, fine)
 
 
-def _refused(*names: str, words: str, values: int | str = 1, fine: tuple[str, ...] = ()) -> VllmFlag:
-    return VllmFlag(names, words, True, values, fine)
+def _no_effect(reason: str, *usages: str, fine: tuple[str, ...] = ()) -> list[VllmFlag]:
+    return [_flag(usage, reason, False, fine) for usage in usages]
 
 
-_ADAPTER = "one PEFT adapter is merged at load: --adapter DIR"
-_EXPERTS = "experts stay where they are loaded; --enable-expert-parallel: whole ones on every GPU"
-_HOSTS = "an engine has the GPUs of one machine; on several machines replicas answer: shadowkv ray serve --replicas N"
-_PROMPTS = "long prompts take turns by themselves"
-_SPECULATIVE = "no drafted tokens; --kv turbo makes steps of long contexts faster"
+def _refused(reason: str, *usages: str, fine: tuple[str, ...] = ()) -> list[VllmFlag]:
+    return [_flag(usage, reason, True, fine) for usage in usages]
+
+
+_REPLICAS = "use replicas on Ray instead: shadowkv ray serve --replicas N"
+_HOSTS = "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N"
+_NO_EMBEDDINGS = "the server only generates text, it makes no embeddings"
 _PLUGINS = "the server runs no code of its users"
-_SKIPPED_LAYERS = "a policy has a number of them: --kv turboquant-4:skip_layers=2"
-_REPLICAS = "replicas on Ray: shadowkv ray serve --replicas N"
-_NO_CODE = "a checkpoint's code is never run"
-_NO_MEDIA = "models take text alone"
-_NO_EMBEDDINGS = "models generate text, and embed none"
-_WINDOWS = "layers keep their windows; the same without one: --max-model-len with the window's size"
-_FILES = "only files that are read are fetched; MODEL may be a folder that has those alone"
-_LOGPROBS = "logprobs are the model's own, before temperature and penalties: raw_logprobs"
-_LEVELS = "there are no levels of it; --enforce-eager: no CUDA graphs"
-_GRAPHS = "the engine chooses the sizes of batches that are captured; --enforce-eager: none"
-_WHITE_SPACE = "a request has structured_outputs with disable_any_whitespace"
-_TOOLS = "tools stay in the prompt, so a request leaves them out"
-_OFFLOAD = "copies of cached prompts in host memory: --kv-offload-gib GIB"
 
 FLAGS = (
-    _no_effect("--enable-chunked-prefill", words="always on: long prompts pause for decode steps", values=0),
-    _no_effect("--swap-space", words="no sequence is ever preempted; for copies of cached prompts: --kv-offload-gib"),
-    _no_effect("--block-size", words="pages have 64 tokens"),
-    _no_effect("--num-gpu-blocks-override", words="pages take what --gpu-memory-utilization leaves"),
-    _no_effect("--prefix-caching-hash-algo", words="names of pages are chosen by the engine"),
-    _no_effect("--max-num-partial-prefills", words=_PROMPTS),
-    _no_effect("--max-long-partial-prefills", words=_PROMPTS),
-    _no_effect("--long-prefill-token-threshold", words=_PROMPTS),
-    _no_effect("--async-scheduling", words="the engine is a process of its own", values=0),
-    _no_effect("--num-scheduler-steps", words="a step is one token of every sequence", fine=("1",)),
-    _no_effect("--max-seq-len-to-capture", words="CUDA graphs serve every length; --enforce-eager: none"),
-    _no_effect("--cuda-graph-sizes", "--cudagraph-capture-sizes", words=_GRAPHS, values="+"),
-    _no_effect("--max-cudagraph-capture-size", words=_GRAPHS),
-    _no_effect("--compilation-config", "-cc", words=_LEVELS),
-    _no_effect("--optimization-level", "-O", words=_LEVELS),
-    _no_effect("--use-v2-block-manager", words="there is one manager of pages", values=0),
-    _no_effect("--preemption-mode", words="no sequence is ever preempted"),
-    _no_effect("--num-lookahead-slots", words="no drafted tokens"),
-    _no_effect("--disable-cascade-attn", words="there is none to turn off", values=0),
-    _no_effect("--disable-hybrid-kv-cache-manager", words="there is none to turn off", values=0),
-    _no_effect("--calculate-kv-scales", words="scales of fp8 are always learned from the prompt", values=0),
-    _no_effect("--worker-cls", words="workers are the engine's own", fine=("auto",)),
-    _no_effect("--numa-bind", words="the system places processes; numactl before the command binds them", values=0),
-    _no_effect("--distributed-executor-backend", words="ranks are processes of this machine", fine=("mp",)),
-    _no_effect("--max-parallel-loading-workers", words="every rank loads its own part"),
-    _no_effect(
-        "--skip-tokenizer-init", words="requests may have token ids, and return_token_ids; texts, too", values=0
+    *_no_effect("always on: decode steps run between the chunks of a long prompt", "--enable-chunked-prefill"),
+    *_no_effect(
+        "sequences are never preempted; --kv-offload-gib keeps cached prompts in host memory", "--swap-space N"
     ),
-    _no_effect("--trust-remote-code", words=_NO_CODE, values=0),
-    _no_effect("--code-revision", words=_NO_CODE),
-    _no_effect("--model-impl", words="models are the engine's own", fine=("auto",)),
-    _no_effect("--limit-mm-per-prompt", words=_NO_MEDIA),
-    _no_effect("--mm-processor-kwargs", words=_NO_MEDIA),
-    _no_effect("--mm-processor-cache-gb", words=_NO_MEDIA),
-    _no_effect("--structured-outputs-config", words="xgrammar writes by schemas", fine=("auto", "xgrammar")),
-    _no_effect("--guided-decoding-backend", words="xgrammar writes by schemas", fine=("auto", "xgrammar")),
-    _no_effect("--guided-decoding-disable-any-whitespace", words=_WHITE_SPACE, values=0),
-    _no_effect("--enable-reasoning", words="--reasoning-parser is enough", values=0),
-    _no_effect("--exclude-tools-when-tool-choice-none", words=_TOOLS, values=0),
-    _no_effect("--response-role", words="answers are the assistant's", fine=("assistant",)),
-    _no_effect("--stream-interval", words="tokens are sent as they come", fine=("1",)),
-    _no_effect("--chat-template-content-format", words="templates get texts", fine=("auto", "string")),
-    _no_effect("--disable-log-stats", words="figures are at /metrics and never logged", values=0),
-    _no_effect("--enable-log-requests", words="always on; --disable-log-requests turns it off", values=0),
-    _no_effect("--max-log-len", words="prompts are never logged"),
-    _no_effect("--enable-server-load-tracking", words="always on: /load says the load", values=0),
-    _no_effect("--collect-detailed-traces", words="--otlp-traces-endpoint has a request's times", values="+"),
-    _no_effect("--disable-fastapi-docs", words="/docs describes the API and nothing of the server's", values=0),
-    _no_effect("--h11-max-header-count", words="--h11-max-incomplete-event-size limits headers by their bytes"),
-    _no_effect("--enable-request-id-headers", words="always on", values=0),
-    _no_effect("--enable-prompt-tokens-details", words="always on", values=0),
-    _no_effect("--enable-tokenizer-info-endpoint", words="always on", values=0),
-    _refused("--enable-lora", words=_ADAPTER, values=0),
-    _refused("--lora-modules", words=_ADAPTER, values="+"),
-    _refused("--max-loras", words=_ADAPTER),
-    _refused("--max-lora-rank", words=_ADAPTER),
-    _refused("--fully-sharded-loras", words=_ADAPTER, values=0),
-    _refused("--pipeline-parallel-size", "-pp", words="layers stay together: --tensor-parallel-size N", fine=("1",)),
-    _refused("--data-parallel-size", "-dp", words=_REPLICAS, fine=("1",)),
-    _refused("--data-parallel-size-local", "-dpl", words=_REPLICAS, fine=("1",)),
-    _refused("--data-parallel-backend", "-dpb", words=_REPLICAS, fine=("mp",)),
-    _refused("--decode-context-parallel-size", "-dcp", words="a cache is cut up by heads alone", fine=("1",)),
-    _refused("--enable-eplb", words=_EXPERTS, values=0),
-    _refused("--enable-dbo", words=_EXPERTS, values=0),
-    _refused("--nnodes", "-n", words=_HOSTS, fine=("1",)),
-    _refused("--node-rank", "-r", words=_HOSTS, fine=("0",)),
-    _refused("--master-addr", words=_HOSTS, fine=("127.0.0.1",)),
-    _refused("--headless", words=_HOSTS, values=0),
-    _refused("--speculative-config", "-sc", words=_SPECULATIVE),
-    _refused("--cpu-offload-gb", words="weights stay on the device; smaller ones: --quantization fp8", fine=("0",)),
-    _refused("--kv-cache-memory-bytes", words="a share of the device: --gpu-memory-utilization SHARE"),
-    _refused("--kv-offloading-size", words=_OFFLOAD),
-    _refused("--kv-transfer-config", words="files of a shared directory: --kv-disk-dir DIR, with --role"),
-    _refused("--kv-events-config", words="no events are sent; figures of the cache are at /metrics"),
-    _refused("--kv-cache-dtype-skip-layers", words=_SKIPPED_LAYERS, values="+"),
-    _refused("--rope-scaling", words="""--hf-overrides '{"rope_scaling": {...}}'"""),
-    _refused("--disable-sliding-window", words=_WINDOWS, values=0),
-    _refused("--hf-config-path", words="--hf-overrides JSON replaces entries of the model's config.json"),
-    _refused("--config-format", words="a Hugging Face directory or a .gguf file", fine=("auto", "hf")),
-    _refused(
-        "--model-loader-extra-config", words="--load-format has no settings; weights are read in the files' order"
+    *_no_effect("a page of the cache always has 64 tokens", "--block-size N"),
+    *_no_effect("--gpu-memory-utilization sets the size of the cache", "--num-gpu-blocks-override N"),
+    *_no_effect("the engine chooses the ids of cached pages", "--prefix-caching-hash-algo N"),
+    *_no_effect(
+        "the engine schedules long prompts by itself",
+        *("--max-num-partial-prefills N", "--max-long-partial-prefills N", "--long-prefill-token-threshold N"),
     ),
-    _refused("--ignore-patterns", words=_FILES, values="+", fine=("original/**/*",)),
-    _refused("--tokenizer-mode", words="the model's tokenizer.json, or that of --tokenizer", fine=("auto", "hf")),
-    _refused("--tokenizer-revision", words="--revision is for both"),
-    _refused("--hf-token", words="set it as HF_TOKEN: a command line is visible to every user of the machine"),
-    _refused("--runner", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
-    _refused("--task", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
-    _refused("--convert", words=_NO_EMBEDDINGS, fine=("auto", "none")),
-    _refused("--enable-prompt-embeds", words="a prompt is a text or token ids", values=0),
-    _refused("--allowed-local-media-path", words="models take text alone: leave it out", fine=("",)),
-    _refused("--logprobs-mode", words=_LOGPROBS, fine=("raw_logprobs",)),
-    _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
-    _refused("--middleware", words=_PLUGINS),
-    _refused("--tool-parser-plugin", words=f"{_PLUGINS}; --tool-call-parser has the known formats"),
-    _refused("--ssl-ciphers", words="they are Python's own; others need a proxy that ends TLS"),
-    _refused("--enable-ssl-refresh", words="a new certificate needs a restart, or a proxy that ends TLS", values=0),
-    _refused("--log-config-file", words="the log goes to stderr: --uvicorn-log-level LEVEL"),
-    _refused("--enable-sleep-mode", words="weights and cache stay on the device", values=0),
+    *_no_effect("the engine always runs in a process of its own", "--async-scheduling"),
+    *_no_effect("a step always makes one token per sequence", "--num-scheduler-steps N", fine=("1",)),
+    *_no_effect("CUDA graphs cover every length; --enforce-eager disables them", "--max-seq-len-to-capture N"),
+    *_no_effect(
+        "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them",
+        *("--cuda-graph-sizes --cudagraph-capture-sizes N+", "--max-cudagraph-capture-size N"),
+    ),
+    *_no_effect(
+        "there are no optimization levels; --enforce-eager disables CUDA graphs",
+        *("--compilation-config -cc N", "--optimization-level -O N"),
+    ),
+    *_no_effect("there is only one block manager", "--use-v2-block-manager"),
+    *_no_effect("sequences are never preempted", "--preemption-mode N"),
+    *_no_effect("there is no speculative decoding", "--num-lookahead-slots N"),
+    *_no_effect("there is no cascade attention", "--disable-cascade-attn"),
+    *_no_effect("there is no hybrid KV cache manager", "--disable-hybrid-kv-cache-manager"),
+    *_no_effect("scales of an fp8 cache are always computed from the prompt", "--calculate-kv-scales"),
+    *_no_effect("the engine uses its own workers", "--worker-cls N", fine=("auto",)),
+    *_no_effect("start the server with numactl to bind its processes to NUMA nodes", "--numa-bind"),
+    *_no_effect("all processes run on this machine, without Ray", "--distributed-executor-backend N", fine=("mp",)),
+    *_no_effect("each GPU's process loads its own part of the weights", "--max-parallel-loading-workers N"),
+    *_no_effect("the tokenizer is always loaded; prompts can also be token ids", "--skip-tokenizer-init"),
+    *_no_effect("code in a model's repository is never run", "--trust-remote-code", "--code-revision N"),
+    *_no_effect("the engine uses its own implementation of the model", "--model-impl N", fine=("auto",)),
+    *_no_effect(
+        "models take text only", "--limit-mm-per-prompt N", "--mm-processor-kwargs N", "--mm-processor-cache-gb N"
+    ),
+    *_no_effect(
+        "xgrammar is the only backend of structured outputs",
+        *("--structured-outputs-config N", "--guided-decoding-backend N"),
+        fine=("auto", "xgrammar"),
+    ),
+    *_no_effect(
+        "requests can set disable_any_whitespace in structured_outputs", "--guided-decoding-disable-any-whitespace"
+    ),
+    *_no_effect("--reasoning-parser alone enables reasoning", "--enable-reasoning"),
+    *_no_effect("the prompt always has the tools of the request", "--exclude-tools-when-tool-choice-none"),
+    *_no_effect("the role of responses is always assistant", "--response-role N", fine=("assistant",)),
+    *_no_effect("tokens are streamed as soon as they are generated", "--stream-interval N", fine=("1",)),
+    *_no_effect(
+        "templates get a message's content as a string", "--chat-template-content-format N", fine=("auto", "string")
+    ),
+    *_no_effect("statistics are never logged; they are at /metrics", "--disable-log-stats"),
+    *_no_effect("always on; --disable-log-requests turns it off", "--enable-log-requests"),
+    *_no_effect("prompts are never logged", "--max-log-len N"),
+    *_no_effect("always on; /load shows the load", "--enable-server-load-tracking"),
+    *_no_effect("--otlp-traces-endpoint alone sends the times of each request", "--collect-detailed-traces N+"),
+    *_no_effect("/docs is always served; it describes the API only", "--disable-fastapi-docs"),
+    *_no_effect("--h11-max-incomplete-event-size limits the size of a header instead", "--h11-max-header-count N"),
+    *_no_effect(
+        "always on",
+        *("--enable-request-id-headers", "--enable-prompt-tokens-details", "--enable-tokenizer-info-endpoint"),
+    ),
+    *_refused(
+        "one PEFT adapter can be merged into the weights at load: --adapter DIR",
+        *("--enable-lora", "--lora-modules N+", "--max-loras N", "--max-lora-rank N", "--fully-sharded-loras"),
+    ),
+    *_refused("use --tensor-parallel-size N to split the model", "--pipeline-parallel-size -pp N", fine=("1",)),
+    *_refused(_REPLICAS, "--data-parallel-size -dp N", "--data-parallel-size-local -dpl N", fine=("1",)),
+    *_refused(_REPLICAS, "--data-parallel-backend -dpb N", fine=("mp",)),
+    *_refused("the cache is split across GPUs by heads only", "--decode-context-parallel-size -dcp N", fine=("1",)),
+    *_refused(
+        "experts stay on the GPU that loaded them; --enable-expert-parallel gives each GPU whole experts",
+        *("--enable-eplb", "--enable-dbo"),
+    ),
+    *_refused(_HOSTS, "--nnodes -n N", fine=("1",)),
+    *_refused(_HOSTS, "--node-rank -r N", fine=("0",)),
+    *_refused(_HOSTS, "--master-addr N", fine=("127.0.0.1",)),
+    *_refused(_HOSTS, "--headless"),
+    *_refused("there is no speculative decoding; --kv turbo makes decode steps faster", "--speculative-config -sc N"),
+    *_refused("weights stay on the GPU; --quantization fp8 makes them smaller", "--cpu-offload-gb N", fine=("0",)),
+    *_refused("set a fraction of the GPU's memory: --gpu-memory-utilization SHARE", "--kv-cache-memory-bytes N"),
+    *_refused("use --kv-offload-gib GIB, which keeps cached prompts in host memory", "--kv-offloading-size N"),
+    *_refused("caches are transferred as files: use --kv-disk-dir DIR and --role", "--kv-transfer-config N"),
+    *_refused("no events are sent; statistics of the cache are at /metrics", "--kv-events-config N"),
+    *_refused("set their number in the policy: --kv turboquant-4:skip_layers=2", "--kv-cache-dtype-skip-layers N+"),
+    *_refused("""use --hf-overrides '{"rope_scaling": {...}}'""", "--rope-scaling N"),
+    *_refused(
+        "layers keep their sliding window; --max-model-len with the size of the window has the same effect",
+        "--disable-sliding-window",
+    ),
+    *_refused("use --hf-overrides JSON to replace entries of the model's config.json", "--hf-config-path N"),
+    *_refused("MODEL must be a Hugging Face model or a .gguf file", "--config-format N", fine=("auto", "hf")),
+    *_refused("--load-format has no further settings", "--model-loader-extra-config N"),
+    *_refused(
+        "only files that are needed are downloaded; MODEL can also be a directory with some of the files",
+        "--ignore-patterns N+",
+        fine=("original/**/*",),
+    ),
+    *_refused(
+        "the tokenizer is the model's tokenizer.json, or that of --tokenizer", "--tokenizer-mode N", fine=("auto", "hf")
+    ),
+    *_refused("--revision holds for the model and its tokenizer", "--tokenizer-revision N"),
+    *_refused("set HF_TOKEN in the environment; every user of the machine can read a command line", "--hf-token N"),
+    *_refused(_NO_EMBEDDINGS, "--runner N", "--task N", fine=("auto", "generate")),
+    *_refused(_NO_EMBEDDINGS, "--convert N", fine=("auto", "none")),
+    *_refused("a prompt is a text or token ids", "--enable-prompt-embeds"),
+    *_refused("models take text only; leave it out", "--allowed-local-media-path N", fine=("",)),
+    *_refused(
+        "log probabilities are the model's own, before temperature and penalties (raw_logprobs)",
+        "--logprobs-mode N",
+        fine=("raw_logprobs",),
+    ),
+    *_refused(f"{_PLUGINS}; a request can set logit_bias and penalties", "--logits-processors N+"),
+    *_refused(_PLUGINS, "--middleware N"),
+    *_refused(f"{_PLUGINS}; --tool-call-parser lists the supported formats", "--tool-parser-plugin N"),
+    *_refused("the ciphers are Python's defaults; for others, let a proxy end TLS", "--ssl-ciphers N"),
+    *_refused("restart the server to load a new certificate, or let a proxy end TLS", "--enable-ssl-refresh"),
+    *_refused("the log goes to stderr; --uvicorn-log-level LEVEL sets its level", "--log-config-file N"),
+    *_refused("weights and cache stay on the GPU", "--enable-sleep-mode"),
 )
 
-
 KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
-"""The same in Python."""
+"""Names of these flags as keywords of ``LLM``."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them all, without a word in ``--help``: ``vllm_notes`` reads what was given."""
+    """Adds all of them, without listing them in ``--help``; ``vllm_notes`` checks those that were given."""
     for flag in FLAGS:
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.values:  # one value may be an object, which the dotted form writes
@@ -183,7 +195,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Python's keywords for ``vllm_notes``, of which True and False are switches; others are left out."""
+    """Keywords of ``LLM`` as the arguments that ``vllm_notes`` checks; keywords that are no vLLM flags are left out."""
     given = {}
     for flag in FLAGS:
         value = options.get(flag.dest.removeprefix(PREFIX))
@@ -194,7 +206,7 @@ def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
-    """A line for each flag that was given and has no effect; raises ValueError for those that are refused."""
+    """A note for each given flag that has no effect; raises ValueError if refused flags are given."""
     refused = []
     for flag in FLAGS:
         given = getattr(args, flag.dest)
@@ -204,8 +216,8 @@ def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
             continue
         name = flag.names[0] if given is not False else f"--no-{flag.names[0].removeprefix('--')}"
         if flag.refused:
-            refused.append(f"{shlex.join([name, *(given if flag.values else [])])} is not supported: {flag.words}")
+            refused.append(f"{shlex.join([name, *(given if flag.values else [])])} is not supported: {flag.reason}")
         else:
-            yield f"{name} has no effect: {flag.words}"
+            yield f"{name} has no effect: {flag.reason}"
     if refused:
         raise ValueError("; ".join(refused))

@@ -97,14 +97,14 @@ REFUSED = [
     ('--speculative-config {"method":"ngram"}', "--kv turbo"),
     ("--cpu-offload-gb 4", "--quantization fp8"),
     ("--kv-offloading-size 4", "--kv-offload-gib"),
-    ("--convert embed", "none"),
+    ("--convert embed", "no embeddings"),
     ("--disable-sliding-window", "--max-model-len"),
     ("--fully-sharded-loras", "--adapter"),
     ("--kv-events-config {}", "/metrics"),
     ("--logits-processors a.B c.D", "logit_bias"),
     ("--logprobs-mode processed_logprobs", "raw_logprobs"),
     ("--model-loader-extra-config {}", "--load-format"),
-    ("--ignore-patterns a* b*", "a folder"),
+    ("--ignore-patterns a* b*", "a directory"),
     ("--enable-eplb", "--enable-expert-parallel"),
     ("--enable-dbo", "--enable-expert-parallel"),
     ("--headless", "shadowkv ray serve"),
@@ -256,14 +256,23 @@ def test_what_asks_for_nothing_needs_no_words(capsys: Any) -> None:
     assert capsys.readouterr().err.startswith("note: --no-enable-chunked-prefill has no effect: always on")
 
 
-def test_the_document_has_every_flag_with_the_same_words() -> None:
+def test_the_flags_that_the_document_calls_the_same_are_there(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    here = {*re.findall(r"--?[a-z][a-z-]*", capsys.readouterr().out)}
+    rows = [row.split("|") for row in DOCS.read_text(encoding="utf-8").splitlines() if "| the same" in row]
+    named = {flag for row in rows for flag in re.findall(r"`(--?[a-z-]+)", row[1])}
+    assert len(named) > 40 and named <= here, named - here
+
+
+def test_the_document_has_every_flag_with_its_reason() -> None:
     text, rows = DOCS.read_text(encoding="utf-8"), {}
     for flag in FLAGS:
-        rows.setdefault((flag.refused, flag.words), []).append(flag)
+        rows.setdefault((flag.refused, flag.reason), []).append(flag)
     for refused in (False, True):
         wanted = "".join(
-            f"| {', '.join(f'`{name}`' for flag in flags for name in flag.names)} | {words} |\n"
-            for (is_refused, words), flags in rows.items()
+            f"| {', '.join(f'`{name}`' for flag in flags for name in flag.names)} | {reason} |\n"
+            for (is_refused, reason), flags in rows.items()
             if is_refused is refused
         )
         assert wanted in text, f"docs/vllm.md should have these rows:\n{wanted}"
