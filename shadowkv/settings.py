@@ -142,7 +142,7 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
         options["type"] = declared.parse or kind
         options["metavar"] = declared.metavar
     if kind is tuple:
-        options |= {"type": declared.parse or _alone, "nargs": "+", "action": _Extend}
+        options |= {"type": declared.parse or (lambda text: (text,)), "nargs": "+", "action": _Extend}
     options |= changed
     options["help"] = _with_default(options["help"], options["default"])
     if declared.other is not None:
@@ -160,10 +160,6 @@ class _Extend(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, (*(() if before is self.default else before), *chain.from_iterable(values)))
-
-
-def _alone(text: str) -> tuple[str]:
-    return (text,)
 
 
 def _with_default(help: str, default: Any) -> str:

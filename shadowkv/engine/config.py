@@ -104,10 +104,7 @@ class EngineConfig:
         None, MODEL, "directory that weights are downloaded to (default: the cache of Hugging Face)", metavar="DIR"
     )
     tokenizer: str | None = setting(
-        None,
-        MODEL,
-        "Hugging Face hub id or directory, or .gguf file, of the tokenizer (default: the model's own)",
-        metavar="NAME",
+        None, MODEL, "tokenizer: hub id, directory or .gguf file (default: the model's)", metavar="NAME"
     )
     chat_template: str | None = setting(
         None, MODEL, "path of the chat template, or the template itself in Jinja (default: the model's)", metavar="FILE"
@@ -116,16 +113,10 @@ class EngineConfig:
         None, MODEL, "directory of a PEFT LoRA adapter, which is merged into the weights at load", metavar="DIR"
     )
     load_format: str = setting(
-        "auto",
-        MODEL,
-        "format of the weights: auto detects it, safetensors refuses GGUF files, dummy uses random weights",
-        choices=LOAD_FORMATS,
+        "auto", MODEL, "format of the weights: auto detects it, dummy uses random weights", choices=LOAD_FORMATS
     )
     dtype: str = setting(
-        "auto",
-        MODEL,
-        "data type of weights and activations; auto uses bfloat16 on a GPU and float32 on a CPU",
-        choices=DTYPES,
+        "auto", MODEL, "data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU", choices=DTYPES
     )
     quantization: str | None = setting(
         None,
@@ -150,22 +141,14 @@ class EngineConfig:
         1, MODEL, "number of GPUs of this machine to split the model across", "-tp", metavar="N", check=at_least(1)
     )
     enable_expert_parallel: bool = setting(
-        False,
-        MODEL,
-        "use expert parallelism for mixtures of experts: each GPU holds some experts whole, instead of a part of "
-        "every expert",
-        "-ep",
+        False, MODEL, "use expert parallelism: each GPU holds some experts whole, not a part of every expert", "-ep"
     )
     disable_custom_all_reduce: bool = setting(False, MODEL, "disable the custom all-reduce kernel and use NCCL")
     rope_theta: float | None = setting(
         None, MODEL, "base of the rotary embedding (default: the model's)", metavar="BASE", check=POSITIVE
     )
     hf_overrides: Mapping[str, Any] | None = setting(
-        None,
-        MODEL,
-        "entries that replace those of the model's config.json; a GGUF file takes the same names",
-        parse=parse_overrides,
-        metavar="JSON",
+        None, MODEL, "entries that replace those of the model's config.json", parse=parse_overrides, metavar="JSON"
     )
     enforce_eager: bool = setting(False, MODEL, "disable CUDA graphs")
     skip_warmup: bool = setting(
@@ -311,11 +294,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = setting(True, PREFIX_CACHE, "reuse the cache of prompts that begin alike")
     max_cached_seqs: int = setting(
-        8,
-        PREFIX_CACHE,
-        "maximum number of finished sequences that stay on the device for reuse",
-        metavar="N",
-        check=at_least(0),
+        8, PREFIX_CACHE, "maximum number of finished sequences that stay on the device", metavar="N", check=at_least(0)
     )
     kv_offload_gib: float = setting(
         0.0,

@@ -12,6 +12,9 @@ from typing import Any
 PREFIX = "vllm_"
 """Prefix of the attributes that parsed values are stored in, so that they do not collide with this server's flags."""
 
+VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
+"""Number of a flag's values by what stands for them in its usage."""
+
 
 @dataclass(frozen=True)
 class VllmFlag:
@@ -28,8 +31,18 @@ class VllmFlag:
     names: tuple[str, ...]
     reason: str
     refused: bool
-    values: int | str = 1
-    fine: tuple[str, ...] = ()
+    values: int | str
+    fine: tuple[str, ...]
+
+    @classmethod
+    def of(cls, usage: str, reason: str, refused: bool) -> VllmFlag:
+        """A flag by its usage, as the tables below have it."""
+        words, has_fine, fine = usage.partition("=")
+        *names, last = words.split()
+        if last not in VALUES:
+            names.append(last)
+        known = tuple(fine.split("|")) if has_fine else ()
+        return cls(tuple(names), reason, refused, VALUES.get(last, 0), known)
 
     @property
     def dest(self) -> str:
@@ -37,148 +50,111 @@ class VllmFlag:
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
-def _flag(usage: str, reason: str, refused: bool, fine: tuple[str, ...]) -> VllmFlag:
-    """A flag by its usage: names, then ``N`` for a value and ``N+`` for one or more."""
-    words = usage.split()
-    values: int | str = {"N": 1, "N+": "+"}.get(words[-1], 0)
-    return VllmFlag(tuple(word for word in words if word.startswith("-")), reason, refused, values, fine)
+NO_EFFECT = {
+    "always on: decode steps run between the chunks of a long prompt": "--enable-chunked-prefill",
+    "sequences are never preempted; --kv-offload-gib keeps cached prompts in host memory": "--swap-space N",
+    "a page of the cache always has 64 tokens": "--block-size N",
+    "--gpu-memory-utilization sets the size of the cache": "--num-gpu-blocks-override N",
+    "the engine chooses the ids of cached pages": "--prefix-caching-hash-algo N",
+    "the engine schedules long prompts by itself": (
+        "--max-num-partial-prefills N, --max-long-partial-prefills N, --long-prefill-token-threshold N"
+    ),
+    "the engine always runs in a process of its own": "--async-scheduling",
+    "a step always makes one token per sequence": "--num-scheduler-steps N=1",
+    "CUDA graphs cover every length; --enforce-eager disables them": "--max-seq-len-to-capture N",
+    "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them": (
+        "--cuda-graph-sizes --cudagraph-capture-sizes N+, --max-cudagraph-capture-size N"
+    ),
+    "there are no optimization levels; --enforce-eager disables CUDA graphs": (
+        "--compilation-config -cc N, --optimization-level -O N"
+    ),
+    "there is only one block manager": "--use-v2-block-manager",
+    "sequences are never preempted": "--preemption-mode N",
+    "there is no speculative decoding": "--num-lookahead-slots N",
+    "there is no cascade attention": "--disable-cascade-attn",
+    "there is no hybrid KV cache manager": "--disable-hybrid-kv-cache-manager",
+    "scales of an fp8 cache are always computed from the prompt": "--calculate-kv-scales",
+    "the engine uses its own workers": "--worker-cls N=auto",
+    "start the server with numactl to bind its processes to NUMA nodes": "--numa-bind",
+    "all processes run on this machine, without Ray": "--distributed-executor-backend N=mp",
+    "each GPU's process loads its own part of the weights": "--max-parallel-loading-workers N",
+    "the tokenizer is always loaded; prompts can also be token ids": "--skip-tokenizer-init",
+    "code in a model's repository is never run": "--trust-remote-code, --code-revision N",
+    "the engine uses its own implementation of the model": "--model-impl N=auto",
+    "models take text only": "--limit-mm-per-prompt N, --mm-processor-kwargs N, --mm-processor-cache-gb N",
+    "xgrammar is the only backend of structured outputs": (
+        "--structured-outputs-config N=auto|xgrammar, --guided-decoding-backend N=auto|xgrammar"
+    ),
+    "requests can set disable_any_whitespace in structured_outputs": "--guided-decoding-disable-any-whitespace",
+    "--reasoning-parser alone enables reasoning": "--enable-reasoning",
+    "the prompt always has the tools of the request": "--exclude-tools-when-tool-choice-none",
+    "the role of responses is always assistant": "--response-role N=assistant",
+    "tokens are streamed as soon as they are generated": "--stream-interval N=1",
+    "templates get a message's content as a string": "--chat-template-content-format N=auto|string",
+    "statistics are never logged; they are at /metrics": "--disable-log-stats",
+    "always on; --disable-log-requests turns it off": "--enable-log-requests",
+    "prompts are never logged": "--max-log-len N",
+    "always on; /load shows the load": "--enable-server-load-tracking",
+    "--otlp-traces-endpoint alone sends the times of each request": "--collect-detailed-traces N+",
+    "/docs is always served; it describes the API only": "--disable-fastapi-docs",
+    "--h11-max-incomplete-event-size limits the size of a header instead": "--h11-max-header-count N",
+    "always on": "--enable-request-id-headers, --enable-prompt-tokens-details, --enable-tokenizer-info-endpoint",
+}
+"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for a value
+or ``N+`` for several, then ``=`` and the values that are fine."""
 
+REFUSED = {
+    "one PEFT adapter can be merged into the weights at load: --adapter DIR": (
+        "--enable-lora, --lora-modules N+, --max-loras N, --max-lora-rank N, --fully-sharded-loras"
+    ),
+    "use --tensor-parallel-size N to split the model": "--pipeline-parallel-size -pp N=1",
+    "use replicas on Ray instead: shadowkv ray serve --replicas N": (
+        "--data-parallel-size -dp N=1, --data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp"
+    ),
+    "the cache is split across GPUs by heads only": "--decode-context-parallel-size -dcp N=1",
+    "--enable-expert-parallel gives each GPU whole experts, which stay there": "--enable-eplb, --enable-dbo",
+    "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N": (
+        "--nnodes -n N=1, --node-rank -r N=0, --master-addr N=127.0.0.1, --headless"
+    ),
+    "there is no speculative decoding; --kv turbo makes decode steps faster": "--speculative-config -sc N",
+    "weights stay on the GPU; --quantization fp8 makes them smaller": "--cpu-offload-gb N=0",
+    "set a fraction of the GPU's memory: --gpu-memory-utilization SHARE": "--kv-cache-memory-bytes N",
+    "use --kv-offload-gib GIB, which keeps cached prompts in host memory": "--kv-offloading-size N",
+    "caches are transferred as files: use --kv-disk-dir DIR and --role": "--kv-transfer-config N",
+    "no events are sent; statistics of the cache are at /metrics": "--kv-events-config N",
+    "set their number in the policy: --kv turboquant-4:skip_layers=2": "--kv-cache-dtype-skip-layers N+",
+    """use --hf-overrides '{"rope_scaling": {...}}'""": "--rope-scaling N",
+    "layers keep their window; --max-model-len with the window's size has the same effect": "--disable-sliding-window",
+    "use --hf-overrides JSON to replace entries of the model's config.json": "--hf-config-path N",
+    "MODEL must be a Hugging Face model or a .gguf file": "--config-format N=auto|hf",
+    "--load-format has no further settings": "--model-loader-extra-config N",
+    "only needed files are downloaded; MODEL can be a directory with some of the files": (
+        "--ignore-patterns N+=original/**/*"
+    ),
+    "the tokenizer is the model's tokenizer.json, or that of --tokenizer": "--tokenizer-mode N=auto|hf",
+    "--revision holds for the model and its tokenizer": "--tokenizer-revision N",
+    "set HF_TOKEN in the environment; every user of the machine can read a command line": "--hf-token N",
+    "the server only generates text, it makes no embeddings": (
+        "--runner N=auto|generate, --task N=auto|generate, --convert N=auto|none"
+    ),
+    "a prompt is a text or token ids": "--enable-prompt-embeds",
+    "models take text only; leave it out": "--allowed-local-media-path N=",
+    "use raw_logprobs, which are those before temperature and penalties": "--logprobs-mode N=raw_logprobs",
+    "the server runs no code of its users; a request can set logit_bias and penalties": "--logits-processors N+",
+    "the server runs no code of its users": "--middleware N",
+    "the server runs no code of its users; --tool-call-parser lists the supported formats": "--tool-parser-plugin N",
+    "the ciphers are Python's defaults; for others, let a proxy end TLS": "--ssl-ciphers N",
+    "restart the server to load a new certificate, or let a proxy end TLS": "--enable-ssl-refresh",
+    "the log goes to stderr; --uvicorn-log-level LEVEL sets its level": "--log-config-file N",
+    "weights and cache stay on the GPU": "--enable-sleep-mode",
+}
+"""Usages of refused flags, by what to use instead."""
 
-def _no_effect(reason: str, *usages: str, fine: tuple[str, ...] = ()) -> list[VllmFlag]:
-    return [_flag(usage, reason, False, fine) for usage in usages]
-
-
-def _refused(reason: str, *usages: str, fine: tuple[str, ...] = ()) -> list[VllmFlag]:
-    return [_flag(usage, reason, True, fine) for usage in usages]
-
-
-_REPLICAS = "use replicas on Ray instead: shadowkv ray serve --replicas N"
-_HOSTS = "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N"
-_NO_EMBEDDINGS = "the server only generates text, it makes no embeddings"
-_PLUGINS = "the server runs no code of its users"
-
-FLAGS = (
-    *_no_effect("always on: decode steps run between the chunks of a long prompt", "--enable-chunked-prefill"),
-    *_no_effect(
-        "sequences are never preempted; --kv-offload-gib keeps cached prompts in host memory", "--swap-space N"
-    ),
-    *_no_effect("a page of the cache always has 64 tokens", "--block-size N"),
-    *_no_effect("--gpu-memory-utilization sets the size of the cache", "--num-gpu-blocks-override N"),
-    *_no_effect("the engine chooses the ids of cached pages", "--prefix-caching-hash-algo N"),
-    *_no_effect(
-        "the engine schedules long prompts by itself",
-        *("--max-num-partial-prefills N", "--max-long-partial-prefills N", "--long-prefill-token-threshold N"),
-    ),
-    *_no_effect("the engine always runs in a process of its own", "--async-scheduling"),
-    *_no_effect("a step always makes one token per sequence", "--num-scheduler-steps N", fine=("1",)),
-    *_no_effect("CUDA graphs cover every length; --enforce-eager disables them", "--max-seq-len-to-capture N"),
-    *_no_effect(
-        "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them",
-        *("--cuda-graph-sizes --cudagraph-capture-sizes N+", "--max-cudagraph-capture-size N"),
-    ),
-    *_no_effect(
-        "there are no optimization levels; --enforce-eager disables CUDA graphs",
-        *("--compilation-config -cc N", "--optimization-level -O N"),
-    ),
-    *_no_effect("there is only one block manager", "--use-v2-block-manager"),
-    *_no_effect("sequences are never preempted", "--preemption-mode N"),
-    *_no_effect("there is no speculative decoding", "--num-lookahead-slots N"),
-    *_no_effect("there is no cascade attention", "--disable-cascade-attn"),
-    *_no_effect("there is no hybrid KV cache manager", "--disable-hybrid-kv-cache-manager"),
-    *_no_effect("scales of an fp8 cache are always computed from the prompt", "--calculate-kv-scales"),
-    *_no_effect("the engine uses its own workers", "--worker-cls N", fine=("auto",)),
-    *_no_effect("start the server with numactl to bind its processes to NUMA nodes", "--numa-bind"),
-    *_no_effect("all processes run on this machine, without Ray", "--distributed-executor-backend N", fine=("mp",)),
-    *_no_effect("each GPU's process loads its own part of the weights", "--max-parallel-loading-workers N"),
-    *_no_effect("the tokenizer is always loaded; prompts can also be token ids", "--skip-tokenizer-init"),
-    *_no_effect("code in a model's repository is never run", "--trust-remote-code", "--code-revision N"),
-    *_no_effect("the engine uses its own implementation of the model", "--model-impl N", fine=("auto",)),
-    *_no_effect(
-        "models take text only", "--limit-mm-per-prompt N", "--mm-processor-kwargs N", "--mm-processor-cache-gb N"
-    ),
-    *_no_effect(
-        "xgrammar is the only backend of structured outputs",
-        *("--structured-outputs-config N", "--guided-decoding-backend N"),
-        fine=("auto", "xgrammar"),
-    ),
-    *_no_effect(
-        "requests can set disable_any_whitespace in structured_outputs", "--guided-decoding-disable-any-whitespace"
-    ),
-    *_no_effect("--reasoning-parser alone enables reasoning", "--enable-reasoning"),
-    *_no_effect("the prompt always has the tools of the request", "--exclude-tools-when-tool-choice-none"),
-    *_no_effect("the role of responses is always assistant", "--response-role N", fine=("assistant",)),
-    *_no_effect("tokens are streamed as soon as they are generated", "--stream-interval N", fine=("1",)),
-    *_no_effect(
-        "templates get a message's content as a string", "--chat-template-content-format N", fine=("auto", "string")
-    ),
-    *_no_effect("statistics are never logged; they are at /metrics", "--disable-log-stats"),
-    *_no_effect("always on; --disable-log-requests turns it off", "--enable-log-requests"),
-    *_no_effect("prompts are never logged", "--max-log-len N"),
-    *_no_effect("always on; /load shows the load", "--enable-server-load-tracking"),
-    *_no_effect("--otlp-traces-endpoint alone sends the times of each request", "--collect-detailed-traces N+"),
-    *_no_effect("/docs is always served; it describes the API only", "--disable-fastapi-docs"),
-    *_no_effect("--h11-max-incomplete-event-size limits the size of a header instead", "--h11-max-header-count N"),
-    *_no_effect(
-        "always on",
-        *("--enable-request-id-headers", "--enable-prompt-tokens-details", "--enable-tokenizer-info-endpoint"),
-    ),
-    *_refused(
-        "one PEFT adapter can be merged into the weights at load: --adapter DIR",
-        *("--enable-lora", "--lora-modules N+", "--max-loras N", "--max-lora-rank N", "--fully-sharded-loras"),
-    ),
-    *_refused("use --tensor-parallel-size N to split the model", "--pipeline-parallel-size -pp N", fine=("1",)),
-    *_refused(_REPLICAS, "--data-parallel-size -dp N", "--data-parallel-size-local -dpl N", fine=("1",)),
-    *_refused(_REPLICAS, "--data-parallel-backend -dpb N", fine=("mp",)),
-    *_refused("the cache is split across GPUs by heads only", "--decode-context-parallel-size -dcp N", fine=("1",)),
-    *_refused(
-        "experts stay on the GPU that loaded them; --enable-expert-parallel gives each GPU whole experts",
-        *("--enable-eplb", "--enable-dbo"),
-    ),
-    *_refused(_HOSTS, "--nnodes -n N", fine=("1",)),
-    *_refused(_HOSTS, "--node-rank -r N", fine=("0",)),
-    *_refused(_HOSTS, "--master-addr N", fine=("127.0.0.1",)),
-    *_refused(_HOSTS, "--headless"),
-    *_refused("there is no speculative decoding; --kv turbo makes decode steps faster", "--speculative-config -sc N"),
-    *_refused("weights stay on the GPU; --quantization fp8 makes them smaller", "--cpu-offload-gb N", fine=("0",)),
-    *_refused("set a fraction of the GPU's memory: --gpu-memory-utilization SHARE", "--kv-cache-memory-bytes N"),
-    *_refused("use --kv-offload-gib GIB, which keeps cached prompts in host memory", "--kv-offloading-size N"),
-    *_refused("caches are transferred as files: use --kv-disk-dir DIR and --role", "--kv-transfer-config N"),
-    *_refused("no events are sent; statistics of the cache are at /metrics", "--kv-events-config N"),
-    *_refused("set their number in the policy: --kv turboquant-4:skip_layers=2", "--kv-cache-dtype-skip-layers N+"),
-    *_refused("""use --hf-overrides '{"rope_scaling": {...}}'""", "--rope-scaling N"),
-    *_refused(
-        "layers keep their sliding window; --max-model-len with the size of the window has the same effect",
-        "--disable-sliding-window",
-    ),
-    *_refused("use --hf-overrides JSON to replace entries of the model's config.json", "--hf-config-path N"),
-    *_refused("MODEL must be a Hugging Face model or a .gguf file", "--config-format N", fine=("auto", "hf")),
-    *_refused("--load-format has no further settings", "--model-loader-extra-config N"),
-    *_refused(
-        "only files that are needed are downloaded; MODEL can also be a directory with some of the files",
-        "--ignore-patterns N+",
-        fine=("original/**/*",),
-    ),
-    *_refused(
-        "the tokenizer is the model's tokenizer.json, or that of --tokenizer", "--tokenizer-mode N", fine=("auto", "hf")
-    ),
-    *_refused("--revision holds for the model and its tokenizer", "--tokenizer-revision N"),
-    *_refused("set HF_TOKEN in the environment; every user of the machine can read a command line", "--hf-token N"),
-    *_refused(_NO_EMBEDDINGS, "--runner N", "--task N", fine=("auto", "generate")),
-    *_refused(_NO_EMBEDDINGS, "--convert N", fine=("auto", "none")),
-    *_refused("a prompt is a text or token ids", "--enable-prompt-embeds"),
-    *_refused("models take text only; leave it out", "--allowed-local-media-path N", fine=("",)),
-    *_refused(
-        "log probabilities are the model's own, before temperature and penalties (raw_logprobs)",
-        "--logprobs-mode N",
-        fine=("raw_logprobs",),
-    ),
-    *_refused(f"{_PLUGINS}; a request can set logit_bias and penalties", "--logits-processors N+"),
-    *_refused(_PLUGINS, "--middleware N"),
-    *_refused(f"{_PLUGINS}; --tool-call-parser lists the supported formats", "--tool-parser-plugin N"),
-    *_refused("the ciphers are Python's defaults; for others, let a proxy end TLS", "--ssl-ciphers N"),
-    *_refused("restart the server to load a new certificate, or let a proxy end TLS", "--enable-ssl-refresh"),
-    *_refused("the log goes to stderr; --uvicorn-log-level LEVEL sets its level", "--log-config-file N"),
-    *_refused("weights and cache stay on the GPU", "--enable-sleep-mode"),
+FLAGS = tuple(
+    VllmFlag.of(usage, reason, table is REFUSED)
+    for table in (NO_EFFECT, REFUSED)
+    for reason, usages in table.items()
+    for usage in usages.split(", ")
 )
 
 KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)

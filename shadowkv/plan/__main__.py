@@ -120,14 +120,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    EngineConfig(
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        host_memory_gib=args.host_memory_gib,
-        kv_offload_gib=args.kv_offload_gib,
-        fetch_buffer=args.fetch_buffer,
-        tensor_parallel_size=args.tensor_parallel_size,
-        enable_expert_parallel=args.enable_expert_parallel,
-    )
+    checked = ("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size")
+    EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")

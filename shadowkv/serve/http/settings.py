@@ -82,10 +82,7 @@ class ServerSettings:
     """
 
     served_model_name: tuple[str, ...] = setting(
-        (),
-        API,
-        "model names that requests may use; responses have the first one (default: the name of the model's files)",
-        metavar="NAME",
+        (), API, "model names in the API; responses have the first one (default: the name of its files)", metavar="NAME"
     )
     root_path: str = setting(
         "",
@@ -98,10 +95,7 @@ class ServerSettings:
         ),
     )
     tool_call_parser: str | None = setting(
-        None,
-        API,
-        "format in which the model writes tool calls (default: detected from the chat template)",
-        choices=tuple(FORMATS),
+        None, API, "format of the model's tool calls (default: detected from the chat template)", choices=tuple(FORMATS)
     )
     enable_auto_tool_choice: bool = setting(
         False, API, "refuse to start if the format of the model's tool calls is not known"
@@ -126,10 +120,7 @@ class ServerSettings:
     ui: bool = setting(True, API, "serve the chat page at / and the endpoints that only it uses")
     slots: bool = setting(True, API, "serve /slots, which shows the running sequences")
     api_key: tuple[str, ...] = setting(
-        (),
-        ACCESS,
-        f"API keys; every request must present one of them (default: those in ${KEY_VARIABLE}, one per line)",
-        metavar="KEY",
+        (), ACCESS, f"API keys, of which requests must have one (default: ${KEY_VARIABLE}, one per line)", metavar="KEY"
     )
     cache_salt_by_key: bool | None = setting(
         None, ACCESS, "keep the cached and saved prompts of each API key apart (default: with two or more keys)"
@@ -137,7 +128,7 @@ class ServerSettings:
     max_concurrent_requests_per_key: int = setting(
         0,
         ACCESS,
-        "maximum number of concurrent requests of one API key; further ones get a 429; 0 sets no limit",
+        "concurrent requests of one API key; others get a 429; 0 sets no limit",
         metavar="N",
         check=NOT_NEGATIVE,
     )
@@ -229,10 +220,7 @@ class ServerSettings:
         check=NOT_NEGATIVE,
     )
     storage_dir: str | None = setting(
-        None,
-        STORAGE,
-        "directory of what is stored, which then outlives the server (default: a temporary directory)",
-        metavar="DIR",
+        None, STORAGE, "directory for these, which outlives the server (default: a temporary directory)", metavar="DIR"
     )
 
     def __post_init__(self) -> None:
