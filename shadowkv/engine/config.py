@@ -279,8 +279,8 @@ class EngineConfig:
     host_memory_gib: float | None = setting(
         None,
         CACHE,
-        "maximum pinned host memory for values of policies that keep them on the host (default: what --max-num-seqs "
-        "needs, at most half of the free memory)",
+        "maximum pinned host memory for values, for policies that keep values on the host (default: what "
+        "--max-num-seqs needs, at most half of the free memory)",
         metavar="GIB",
         check=NOT_NEGATIVE,
     )
@@ -322,8 +322,8 @@ class EngineConfig:
     eviction: str = setting(
         "lru",
         PREFIX_CACHE,
-        "eviction of copies from host memory: lru evicts the least recently used first, graph those first that the "
-        "fewest requests and other copies continue",
+        "copies that host memory evicts first: lru the least recently used, graph those that the fewest requests and "
+        "other copies build on",
         choices=tuple(POLICIES),
     )
     role: str = setting(

@@ -148,12 +148,12 @@ class ServerSettings:
         parse=parse_names,
         metavar="ORIGIN",
     )
-    allow_credentials: bool = setting(False, CORS, "allow these pages to send cookies and client certificates")
+    allow_credentials: bool = setting(False, CORS, "allow web pages to send cookies and client certificates")
     allowed_methods: tuple[str, ...] = setting(
-        ("*",), CORS, "methods that these pages may use (default: all)", parse=parse_names, metavar="METHOD"
+        ("*",), CORS, "methods that web pages may use (default: all)", parse=parse_names, metavar="METHOD"
     )
     allowed_headers: tuple[str, ...] = setting(
-        ("*",), CORS, "headers that these pages may send (default: all)", parse=parse_names, metavar="HEADER"
+        ("*",), CORS, "headers that web pages may send (default: all)", parse=parse_names, metavar="HEADER"
     )
     ssl_certfile: str | None = setting(
         None, TLS, "certificate chain in PEM; the server then speaks HTTPS", metavar="FILE"
@@ -220,7 +220,7 @@ class ServerSettings:
         check=NOT_NEGATIVE,
     )
     storage_dir: str | None = setting(
-        None, STORAGE, "directory for these, which outlives the server (default: a temporary directory)", metavar="DIR"
+        None, STORAGE, "directory of stored responses, files and batches (default: a temporary one)", metavar="DIR"
     )
 
     def __post_init__(self) -> None:
