@@ -1,6 +1,7 @@
-"""Measures a running server from end to end, as ``vllm bench serve`` does: any with the OpenAI completions API.
+"""Measures a running server with OpenAI's completions API, as ``vllm bench serve`` does.
 
-Prompts are random token ids, answers are streamed and of a set length. Ctrl-C ends a run and shows what there is.
+Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints what was measured
+until then.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json

@@ -1,5 +1,5 @@
-"""``shadowkv doctor``: what this machine has, which backend each op runs in here, why no faster one, and what to do. No
-model is loaded."""
+"""``shadowkv doctor``: lists what this machine has, the backend that each op uses here, why it uses no faster one, and
+what to do about it. No model is loaded."""
 
 from __future__ import annotations
 
