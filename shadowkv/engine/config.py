@@ -129,9 +129,8 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto",
         MODEL,
-        "kernels of exact attention: shadowkv uses no other package; flashinfer and flash-attn use that package "
-        "wherever it supports the model; auto uses FlashInfer for heads of 256 dimensions, where it is faster, and "
-        "shadowkv otherwise",
+        "kernels of exact attention: shadowkv uses no other package, flashinfer and flash-attn use that package where "
+        "it can run, auto uses FlashInfer, if installed, for heads of 256 dimensions and shadowkv otherwise",
         choices=ATTENTION_BACKENDS,
         parse=parse_attention_backend,
         metavar="|".join(ATTENTION_BACKENDS),
