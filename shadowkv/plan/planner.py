@@ -132,7 +132,7 @@ class Planner:
         expert_bytes: of the weights, those of experts of which a token is given to a few.
         usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            need for each sequence, policies for fitting and sealing, and tables of RoPE come on top.
+            need for each sequence, policies for fitting and compression, and tables of RoPE come on top.
         cache_bytes: what remains for the cache.
     """
 

@@ -45,7 +45,7 @@ class PrefixSegment:
         uid: identifies it as long as it is in any tier; it says nothing about its tokens.
         first: position of its first token.
         tokens: their number.
-        sealed: whether they are in the policy's compressed form rather than exact.
+        compressed: whether they are in the policy's compressed form rather than exact.
         running: whether a running request uses them.
         tiers: where they are, out of ``device``, ``host`` and ``disk``.
     """
@@ -53,7 +53,7 @@ class PrefixSegment:
     uid: str
     first: int
     tokens: int
-    sealed: bool
+    compressed: bool
     running: bool
     tiers: tuple[str, ...]
 
@@ -157,8 +157,8 @@ class PrefixCache:
     def _continued(self, prompt: Prompt) -> Match | None:
         """The kept sequence that a prompt continues.
 
-        The prompt must have all of its full pages, or an edited history would use up a conversation; sealed and shared
-        tokens cannot be cut off.
+        The prompt must have all of its full pages, or an edited history would use up a conversation; compressed and
+        shared tokens cannot be cut off.
         """
         best, limit = None, len(prompt.token_ids) - 1
         for sequence, kept in self._kept.items():
@@ -363,4 +363,4 @@ def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) ->
     }
     running = any(sequence not in kept for sequence in node.holders)
     tiers = tuple(tier for tier, is_there in places.items() if is_there)
-    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.compressed, running, tiers)

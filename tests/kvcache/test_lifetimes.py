@@ -185,7 +185,7 @@ class Lifetimes(RuleBasedStateMachine):
             owners = Counter(block for one in names for block in pool.blocks_of(one))
             assert pool.num_blocks - pool.free_blocks == len(owners)
             assert all(pool.references(block) == count for block, count in owners.items())
-        written = Counter(n for s in held for n in (*s.ring, *s.sealed_reserve, *s.static_reserve))
+        written = Counter(n for s in held for n in (*s.ring, *s.compressed_reserve, *s.static_reserve))
         assert max(written.values(), default=1) == 1, "what is written has one owner"
         assert self.cache.held(held) == self.cache.total - self.cache.free
 

@@ -87,7 +87,7 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together
-    observed = stored if cache.spec.seals else 0
+    observed = stored if cache.spec.compresses else 0
     assert calls == Counter(ragged_attention=SHAPE.num_layers, write_tokens=stored, observe=observed)
 
 

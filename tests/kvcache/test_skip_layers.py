@@ -54,7 +54,8 @@ def poisoned(spec: KVSpec) -> KVCache:
 
 
 def conversations(spec: KVSpec) -> tuple[KVCache, list[Stream]]:
-    """Two sequences and a fork of one: prefilled together and again, decoded through seals, compressed on the way."""
+    """Two sequences and a fork of one: prefilled together and again, decoded until pages are compressed and dense ones
+    are, too."""
     cache = poisoned(spec)
     streams = [Stream(number, cache.allocate(length, CAPACITY)) for number, length in enumerate((500, 90))]
     prefill(cache, [(streams[0], 500), (streams[1], 90)])
@@ -74,7 +75,7 @@ def conversations(spec: KVSpec) -> tuple[KVCache, list[Stream]]:
 def test_skipped_layers_equal_plain_attention_and_the_others_the_policy_without(kv: str) -> None:
     cache, streams = conversations(replace(KINDS[kv], skip_layers=1))
     _, others = conversations(KINDS[kv])
-    assert all(stream.sequence.sealed for stream in streams)
+    assert all(stream.sequence.compressed for stream in streams)
     for stream, other in zip(streams, others, strict=True):
         got, exact = stream.output(), plain_attention(stream)
         torch.testing.assert_close(got[:, [0, 3]], exact[:, [0, 3]], atol=5e-5, rtol=1e-4)

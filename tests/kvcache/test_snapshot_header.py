@@ -207,8 +207,8 @@ def test_cuts(header: SnapshotHeader) -> None:
                 header.cut(stop)
             continue
         cut = header.cut(stop)
-        sealed = cut.segments[-1].sealed(header.start) if cut.segments else header.start
-        assert sealed + cut.tail_tokens == stop
+        compressed = cut.segments[-1].compressed(header.start) if cut.segments else header.start
+        assert compressed + cut.tail_tokens == stop
         assert cut.observed == (header.observed and stop == header.length)
         for one, whole in zip(cut.segments, header.segments):
             assert (one.first, one.reach - one.end) == (whole.first, whole.reach - whole.end)

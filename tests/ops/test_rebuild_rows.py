@@ -1,4 +1,4 @@
-"""Rows of sealed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
+"""Rows of compressed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
 
 import os
 from dataclasses import replace

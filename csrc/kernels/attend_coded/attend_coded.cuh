@@ -1,4 +1,4 @@
-// Decode attention over all sealed tokens in their coded form: split-KV with an online softmax, in two kernels.
+// Decode attention over all compressed tokens in their coded form: split-KV with an online softmax, in two kernels.
 //
 // At memory bandwidth, a multiprocessor of an H200 receives 40 4-bit codes per clock and has one and a half integer
 // operations for each. So levels are bytes, looked up four at a time by byte permutations, and all products are integer

@@ -187,12 +187,12 @@ class CudaGraphs:
 
     def _seal_due(self, plan: DecodePlan) -> None:
         for number, of_group in enumerate(plan.groups):
-            if of_group.sealing is not None:
-                self._seal(number, of_group.sealing)
+            if of_group.compression is not None:
+                self._seal(number, of_group.compression)
 
     def _seal(self, number: int, numbers: np.ndarray) -> None:
-        padded = self.cache.padded_sealing(number, numbers)
-        seal = functools.partial(self.cache.seal_pages, number)
+        padded = self.cache.padded_compression(number, numbers)
+        seal = functools.partial(self.cache.compress_pages, number)
         self._run((number, *padded.shape), padded, seal, seal)
 
     def _run(

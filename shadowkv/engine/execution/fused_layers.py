@@ -69,7 +69,7 @@ class FusedLayers:
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers
-        if batch.sealed is None:
+        if batch.compressed is None:
             result: Tensor = decode(x, None, self._all, tokens, False)[0]
             return result
         attend = self._attend_beside

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.sequences.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
@@ -76,7 +76,7 @@ class Fetching:
         much = len(budget) > 1 and int(budget.sum()) * rows.shape[1] >= TWO_BATCH_CHUNKS
         return 2 if self._stream is not None and short and much else 1
 
-    def portions(self, batch: SealedBatch) -> list[slice]:
+    def portions(self, batch: CompressedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; a single run where there is no bus or another micro-batch
         uses the time."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
@@ -84,7 +84,7 @@ class Fetching:
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
-    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
+    def start(self, layer: int, selected: Tensor, batch: CompressedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches those of the selected chunks int64 [B, H, k] of ``source`` that the buffer lacks."""
         buffer = self._buffers[layer]
         where = self._host[layer], batch.value_pages, batch.slots

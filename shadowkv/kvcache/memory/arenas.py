@@ -1,6 +1,6 @@
 """Tiers of memory: arenas handed out in blocks of equal size, allocated once at start, counted by references.
 
-A block of the device tier is one exact page (64 tokens of K and V) or as many sealed pages as fit in it, so
+A block of the device tier is one exact page (64 tokens of K and V) or as many compressed pages as fit in it, so
 short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
 byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
 granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of

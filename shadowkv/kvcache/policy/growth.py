@@ -32,7 +32,7 @@ UNLIMITED = 2**62
 """Reach of a state that serves everything after it."""
 
 
-class SealedRun(Protocol):
+class CompressedRun(Protocol):
     """Tokens that one state serves, as a ``Segment`` has them."""
 
     @property
@@ -42,41 +42,41 @@ class SealedRun(Protocol):
     @property
     def reach(self) -> int: ...
     @property
-    def sealed(self) -> int: ...
+    def compressed(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class SegmentState:
-    """How far a sequence is sealed.
+    """How far a sequence is compressed.
 
     Attributes:
-        sealed: sealed tokens.
+        compressed: compressed tokens.
         segments: segments with fitted states, or one where nothing is fitted; 0 while it is dense.
-        reach: position up to which tokens of prompts may be sealed on the last one's state.
+        reach: position up to which tokens of prompts may be compressed on the last one's state.
         generated_reach: the same for generated tokens.
     """
 
-    sealed: int = 0
+    compressed: int = 0
     segments: int = 0
     reach: int = 0
     generated_reach: int = 0
 
     @classmethod
-    def behind(cls, path: Sequence[SealedRun]) -> SegmentState:
+    def behind(cls, path: Sequence[CompressedRun]) -> SegmentState:
         """The standing of a sequence with these segments."""
         if not path:
             return cls()
         last = path[-1]
-        return cls(last.sealed, len(path), last.reach, generated_reach(last.first, last.end, last.reach))
+        return cls(last.compressed, len(path), last.reach, generated_reach(last.first, last.end, last.reach))
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """What is sealed once a sequence has a given number of tokens.
+class Compressed:
+    """What is compressed once a sequence has a given number of tokens.
 
     Attributes:
-        tokens: all sealed tokens.
-        fits: whether those that are sealed now form a new segment, with a state of its own.
+        tokens: all compressed tokens.
+        fits: whether those that are compressed now form a new segment, with a state of its own.
     """
 
     tokens: int
@@ -126,10 +126,11 @@ class Growth:
             return UNLIMITED
         return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
 
-    def fitted(self, at: SegmentState, sealed: int, end: int) -> SegmentState:
-        """What ``at`` becomes when tokens after it, up to ``end``, get a state and are sealed up to ``sealed``."""
-        reach = self.reach(at.segments + 1, at.sealed, end)
-        return SegmentState(sealed, at.segments + 1, reach, generated_reach(at.sealed, end, reach))
+    def fitted(self, at: SegmentState, compressed: int, end: int) -> SegmentState:
+        """What ``at`` becomes when tokens after it, up to ``end``, get a state and are compressed up to
+        ``compressed``."""
+        reach = self.reach(at.segments + 1, at.compressed, end)
+        return SegmentState(compressed, at.segments + 1, reach, generated_reach(at.compressed, end, reach))
 
     def limit(self, segments: int) -> int:
         """The longest tail after that many segments that stays exact if a prompt ends with it."""
@@ -139,32 +140,34 @@ class Growth:
         """The same if more is generated."""
         return self.spec.exact_limit if segments else self.spec.late_limit
 
-    def sealed(self, at: SegmentState, length: int, final: bool) -> Sealed:
-        """What is sealed once a sequence has ``length`` tokens; ``final`` where it will not grow."""
-        target = max(at.sealed, self.spec.sealed_pages(length) * PAGE)
-        if not self.spec.seals or target <= at.reach:
-            return Sealed(target if self.spec.seals and at.segments else 0, False)
-        tail, limit = length - at.sealed, self.limit(at.segments)
+    def compressed(self, at: SegmentState, length: int, final: bool) -> Compressed:
+        """What is compressed once a sequence has ``length`` tokens; ``final`` where it will not grow."""
+        target = max(at.compressed, self.spec.compressed_pages(length) * PAGE)
+        if not self.spec.compresses or target <= at.reach:
+            return Compressed(target if self.spec.compresses and at.segments else 0, False)
+        tail, limit = length - at.compressed, self.limit(at.segments)
         # At the limit itself tokens stay exact only if there will be no more, or answers may go on from there.
         if tail < limit or (tail == limit and (final or self.late_limit(at.segments) > limit)):
-            return Sealed(at.sealed, False)
-        return Sealed(target, True)
+            return Compressed(at.compressed, False)
+        return Compressed(target, True)
 
     def forecast(self, at: SegmentState, start: int, capacity: int) -> Forecast:
         """What a sequence needs to be extended to ``start`` tokens by a prompt, and to ``capacity`` by decoding."""
         spec, before, longest = self.spec, at.segments, 0
-        soon = self.sealed(at, start, start == capacity)
+        soon = self.compressed(at, start, start == capacity)
         if soon.fits:
             at = self.fitted(at, soon.tokens, start)
         elif at.segments:
-            at = replace(at, sealed=soon.tokens)
+            at = replace(at, compressed=soon.tokens)
             longest = start - soon.tokens
         while at.segments < MAX_SEGMENTS:
-            stuck = max(at.sealed, at.generated_reach // PAGE * PAGE)  # all that can be sealed on the last state
+            stuck = max(
+                at.compressed, at.generated_reach // PAGE * PAGE
+            )  # all that can be compressed on the last state
             if at.segments and capacity > stuck + spec.local + PAGE:
                 longest = max(longest, min(capacity - stuck, spec.exact_limit + 1))
             fitted = stuck + self.late_limit(at.segments)
             if capacity <= fitted:
                 break
-            at = self.fitted(replace(at, sealed=stuck), spec.sealed_pages(fitted) * PAGE, fitted)
+            at = self.fitted(replace(at, compressed=stuck), spec.compressed_pages(fitted) * PAGE, fitted)
         return Forecast(at.segments - before, longest)

@@ -14,10 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, Run
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
-from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, Store
@@ -112,7 +112,7 @@ class Prefill:
         for new in batch.new:
             plan = batch.plan_of(new)
             if plan.observed is not None:
-                new.sequence.observed = not plan.sealed
+                new.sequence.observed = not plan.compressed
             self.storing.commit(new.sequence, plan)
 
     # -- storing ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Prefill:
             self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
         for rows, exact in to_store.exact:
             self.store.write_tokens(layers, exact, batch.rope_keys[:count, rows], batch.values[:count, rows])
-        for rows, plan in to_store.sealed:
+        for rows, plan in to_store.compressed:
             keys, rope_keys, values = (x[:count, rows] for x in (batch.keys, batch.rope_keys, batch.values))
             self.storing.store_tokens(layers, [plan], [(keys, rope_keys, values)])
 
@@ -190,11 +190,11 @@ class Prefill:
         if new.cached and sparse is None:
             return self._attend_cached(layer, q, batch, runs, sinks)
         cached = batch.plan_of(new).cached if new.cached else ()
-        sealed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
-        k, v = self._behind_exact_tail(layer, batch, new, run.stop, sealed)
+        compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
+        k, v = self._behind_exact_tail(layer, batch, new, run.stop, compressed)
         if sparse is None:
             return self._attend_causally(q, k, v, sinks)
-        self._rebuild(layer, cached, k[:sealed], v[:sealed])
+        self._rebuild(layer, cached, k[:compressed], v[:compressed])
         return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop, sinks)
 
     def _attend_window(
@@ -259,7 +259,7 @@ class Prefill:
         return self.sparse if self.sparse is not None and self.sparse.pays(count, seen) else None
 
     def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
-        """Writes everything that segments have sealed to keys and values [n, H, d]."""
+        """Writes everything that segments have compressed to keys and values [n, H, d]."""
         start = 0
         for segment in cached:
             for keys, values in self.storing.rebuilt.spans(layer, segment):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
+from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import ExactRows
 
@@ -58,12 +58,12 @@ class ToStore:
     Attributes:
         observed: what is learned first.
         exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
-        sealed: the others, each sequence's rows and their plan.
+        compressed: the others, each sequence's rows and their plan.
     """
 
     observed: list[LastQueries]
     exact: list[tuple[slice, ExactRows]]
-    sealed: list[tuple[slice, StoragePlan]]
+    compressed: list[tuple[slice, StoragePlan]]
 
 
 class GroupPrefill:
@@ -138,8 +138,8 @@ class GroupPrefill:
         """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
         if cached not in self._to_store:
             planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
-            sealed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.sealed]
-            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), sealed)
+            compressed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.compressed]
+            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), compressed)
         return self._to_store[cached]
 
     def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
@@ -317,10 +317,10 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
 
     for new, plan in planned:
         first = new.stop - len(plan.exact.pages)  # a window does not keep those before
-        if together and (plan.sealed or first != stop):
+        if together and (plan.compressed or first != stop):
             yield joined()
             together = []
-        if not plan.sealed:
+        if not plan.compressed:
             start, stop = start if together else first, new.stop
             together.append(plan.exact)
     if together:

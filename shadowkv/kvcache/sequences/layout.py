@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def selecting(self) -> list[int]:
-        """The layers in which a step attends to a part of what is sealed."""
+        """The layers in which a step attends to a part of what is compressed."""
         return sorted(layer for group in self.groups if group.spec.selects for layer in group.layers)
 
     @property

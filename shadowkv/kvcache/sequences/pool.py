@@ -1,7 +1,7 @@
 """Sequence lifetimes in a group of layers: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
-runs out of memory halfway. It may share what is sealed with other sequences.
+runs out of memory halfway. It may share what is compressed with other sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class SequencePool:
         spec, later = self.layout.spec, MAX_SEGMENTS - 1 if self.layout.growth.learns else 0
         exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
         spare_state = store.tiers["states"].spare
-        self.tables = Tables(slots, fixed["segment_slots"], exact, max(1, longest.sealed), spare_state, store.compute)
+        self.tables = Tables(
+            slots, fixed["segment_slots"], exact, max(1, longest.compressed), spare_state, store.compute
+        )
         self.tables.exact[self.tables.padding_slot, 0] = store.tiers["device"].spare
         self.tables.pages[self.tables.padding_segment_slot, 0] = store.tiers["device"].spare
         values = store.tiers["host" if self.layout.host_fields else "device"]
@@ -95,9 +97,9 @@ class SequencePool:
         if not sequence.path:
             point = min(length, sequence.length) // PAGE * PAGE
             return point if not sequence.oldest or point >= sequence.oldest + (sequence.window or 0) else 0
-        point = min(length, sequence.sealed) // PAGE * PAGE
+        point = min(length, sequence.compressed) // PAGE * PAGE
         if self.layout.spec.outliers:
-            ends = (min(point, segment.sealed) for segment in sequence.path if segment.fitted <= point)
+            ends = (min(point, segment.compressed) for segment in sequence.path if segment.fitted <= point)
             return max(ends, default=0)
         return point
 
@@ -115,9 +117,9 @@ class SequencePool:
         new, need = self._pages_of(outline, start, capacity), self.demand(outline, start, capacity)
         exact = new.ring + sum(-(-span.static_tokens // PAGE) for span in outline.spans)
         widths = self.tables.exact.shape[1], self.tables.pages.shape[1]
-        if exact > widths[0] or outline.sealed > PAGE * widths[1]:
+        if exact > widths[0] or outline.compressed > PAGE * widths[1]:
             raise ValueError(
-                f"{outline.sealed} sealed tokens and {exact} pages of exact ones are more than the "
+                f"{outline.compressed} compressed tokens and {exact} pages of exact ones are more than the "
                 f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
             )
         if not need.within(self.free):
@@ -134,7 +136,7 @@ class SequencePool:
                 self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
             segment = sequence.path[number]
             segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
-            self._name_sealed(sequence, span.num_pages - len(segment.pages))
+            self._name_compressed(sequence, span.num_pages - len(segment.pages))
         self.tables.length[slot] = outline.length
         self._write(sequence)
         return sequence
@@ -151,7 +153,7 @@ class SequencePool:
         """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
-        if sequence.path and max(sequence.readings, default=0) > sequence.sealed:
+        if sequence.path and max(sequence.readings, default=0) > sequence.compressed:
             raise ValueError("the sequence cannot be extended while its exact tail is read")
         self._take(sequence, self._lacking(sequence, start, capacity))
         sequence.capacity = capacity
@@ -164,11 +166,11 @@ class SequencePool:
             sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
-        """Appends a segment after what is sealed, with a state to be fitted on tokens up to ``end``.
+        """Appends a segment after what is compressed, with a state to be fitted on tokens up to ``end``.
 
         All that it takes is held from the start, whatever else is held: a sequence's answer depends on itself alone.
         """
-        spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
+        spec, first, number = self.layout.spec, sequence.compressed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
         self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
 
@@ -186,17 +188,18 @@ class SequencePool:
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
         if self.store.buffer is not None:
-            self.store.buffer.reset(segment.slot)  # once: its sealed chunks never change
+            self.store.buffer.reset(segment.slot)  # once: its compressed chunks never change
 
-    def seal(self, sequence: CachedSequence, sealed: int) -> None:
-        """Records that tokens up to position ``sealed`` are in the last segment's pages, the first of the reserve."""
+    def compress(self, sequence: CachedSequence, compressed: int) -> None:
+        """Records that tokens up to position ``compressed`` are in the last segment's pages, the first of the
+        reserve."""
         last = sequence.path[-1]
         new = not last.pages
-        self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
+        self._name_compressed(sequence, (compressed - last.compressed) // PAGE)
         if not new:
-            self.tables.sealed[sequence.slot] = self.tables.end[last.slot] = sealed
+            self.tables.compressed[sequence.slot] = self.tables.end[last.slot] = compressed
             return
-        last.fitted = sealed
+        last.fitted = compressed
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
         sequence.dense = []
         self._write(sequence)
@@ -206,7 +209,7 @@ class SequencePool:
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
-                "sealed or shared, or let its windows be whole"
+                "compressed or shared, or let its windows be whole"
             )
         sequence.begin = 0 if sequence.window is None else sequence.oldest
         self.tables.length[sequence.slot] = length
@@ -220,8 +223,8 @@ class SequencePool:
         exact = sequence.static_reserve
         if not sequence.path:
             exact, sequence.ring = exact + sequence.ring, []
-        more, sequence.sealed_reserve, sequence.static_reserve = self._drop(
-            sequence, spare, sequence.sealed_reserve, exact
+        more, sequence.compressed_reserve, sequence.static_reserve = self._drop(
+            sequence, spare, sequence.compressed_reserve, exact
         )
         sequence.dense += more
         for kind, reserve in (
@@ -292,12 +295,12 @@ class SequencePool:
             for slot in slots:
                 self.store.buffer.reset(slot)
 
-    def _name_sealed(self, sequence: CachedSequence, count: int) -> None:
+    def _name_compressed(self, sequence: CachedSequence, count: int) -> None:
         """Moves the first pages of the reserve to the last segment."""
         last = sequence.path[-1]
-        last.pages += sequence.sealed_reserve[:count]
-        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
-        del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
+        last.pages += sequence.compressed_reserve[:count]
+        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.compressed_reserve)[:count]
+        del sequence.compressed_reserve[:count], sequence.host_reserve[:count]
 
     def _take(self, sequence: CachedSequence, new: PageCount) -> None:
         """Adds what ``new`` counts to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
@@ -309,8 +312,8 @@ class SequencePool:
         exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
         self._widen_ring(sequence, exact[: new.ring])
         sequence.static_reserve += exact[new.ring :]
-        sealed = -(-new.sealed // self.layout.sealed_per_block) if new.sealed else 0
-        sequence.sealed_reserve += self.store.sealed_names(device.allocate(sealed))
+        compressed = -(-new.compressed // self.layout.compressed_per_block) if new.compressed else 0
+        sequence.compressed_reserve += self.store.compressed_names(device.allocate(compressed))
         sequence.host_reserve += self.pools["host"].allocate(count["host"])
         sequence.slot_reserve += self.pools["segment_slots"].allocate(count["segment_slots"])
         sequence.state_reserve += self.pools["states"].allocate(count["states"])
@@ -323,13 +326,13 @@ class SequencePool:
         """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
         if self.layout.window is not None:
             return self.layout.pages(start, capacity)
-        sealed, shared, spans = outline.sealed // PAGE, outline.shared // PAGE, outline.spans
+        compressed, shared, spans = outline.compressed // PAGE, outline.shared // PAGE, outline.spans
         own = [span for span in spans if span.first >= outline.shared]
         has = PageCount(
             dense=0 if spans else -(-outline.length // PAGE),
-            ring=-(-(outline.length - outline.sealed + 1) // PAGE) if spans else 0,  # and the next token
-            sealed=sealed,
-            host=sealed if self.layout.host_fields else 0,
+            ring=-(-(outline.length - outline.compressed + 1) // PAGE) if spans else 0,  # and the next token
+            compressed=compressed,
+            host=compressed if self.layout.host_fields else 0,
         )
         at = outline.standing
         lacking = self.layout.pages(self._prompted(at, outline.length, start), capacity, at).lacking(has)
@@ -337,8 +340,8 @@ class SequencePool:
             dense=0 if spans else has.dense - shared,
             static=sum(-(-span.static_tokens // PAGE) for span in own),
             ring=has.ring,
-            sealed=sealed - shared if spans else 0,
-            host=sealed - shared if has.host else 0,
+            compressed=compressed - shared if spans else 0,
+            host=compressed - shared if has.host else 0,
             segments=len(own),
         )
 
@@ -351,7 +354,7 @@ class SequencePool:
         """Adds pages to the ring; the tail's pages move to their places in the wider ring."""
         old = sequence.ring
         ring: list[int | None] = [None] * (len(old) + len(more))
-        for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
+        for number in range(sequence.compressed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
             ring[number % len(ring)] = old[number % len(old)]
         placed = set(ring)
         free = iter([name for name in (*old, *more) if name not in placed])

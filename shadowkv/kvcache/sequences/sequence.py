@@ -1,10 +1,10 @@
 """A cached sequence in a group of layers: a path of segments and an exact tail; what a new one begins with; the tables
 that kernels read.
 
-Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
-and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
-segments: runs that one fitted state serves. Pages of a segment never change once they are sealed, and neither does its
-state, so that any number of sequences can name them; each holds a reference to their blocks
+Tokens of a dense sequence are all exact. A compressed one has compressed pages [0, compressed), the exact copies of its
+sink and outliers (per kv head) and an exact tail [compressed, length) in a ring of pages. Its compressed pages are cut
+into segments: runs that one fitted state serves. Pages of a segment never change once they are compressed, and neither
+does its state, so that any number of sequences can name them; each holds a reference to their blocks
 (``memory.arenas.BlockPool``).
 """
 
@@ -42,16 +42,16 @@ class PendingLayers(Protocol):
 
 @dataclass(eq=False)
 class Segment:
-    """Sealed pages that follow one another, and the state that they are stored with.
+    """Compressed pages that follow one another, and the state that they are stored with.
 
     Attributes:
         slot: its slot in the page tables, which no other sequence uses.
         state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
-        reach: position up to which pages of prompts may be sealed on the state.
-        fitted: position after the pages that were sealed when it was fitted: all its outliers are among them.
-        pages, value_pages: names of its sealed pages and of those that hold their values.
+        reach: position up to which pages of prompts may be compressed on the state.
+        fitted: position after the pages that were compressed when it was fitted: all its outliers are among them.
+        pages, value_pages: names of its compressed pages and of those that hold their values.
         static: names of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
     """
@@ -68,8 +68,8 @@ class Segment:
     static_tokens: int = 0
 
     @property
-    def sealed(self) -> int:
-        """Position after its last sealed token."""
+    def compressed(self) -> int:
+        """Position after its last compressed token."""
         return self.first + PAGE * len(self.pages)
 
     def prefix(self, slot: int, stop: int) -> Segment:
@@ -109,7 +109,7 @@ class CachedSequence:
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens; with a window, as a ring.
         ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
-        sealed_reserve, host_reserve: names of pages to be sealed.
+        compressed_reserve, host_reserve: names of pages to be compressed.
         static_reserve: names of exact pages for sinks and outliers of segments to come.
         slot_reserve, state_reserve: slots and states of segments to come.
     """
@@ -124,7 +124,7 @@ class CachedSequence:
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
-    sealed_reserve: list[int] = field(default_factory=list)
+    compressed_reserve: list[int] = field(default_factory=list)
     host_reserve: list[int] = field(default_factory=list)
     static_reserve: list[int] = field(default_factory=list)
     slot_reserve: list[int] = field(default_factory=list)
@@ -155,16 +155,16 @@ class CachedSequence:
             sequence.seed = seed
 
     @property
-    def sealed(self) -> int:
-        """Tokens that are sealed."""
-        return self.path[-1].sealed if self.path else 0
+    def compressed(self) -> int:
+        """Tokens that are compressed."""
+        return self.path[-1].compressed if self.path else 0
 
     @property
     def fixed(self) -> int:
-        """Tokens that may not change: the sealed ones, those that others may read in the same pages, and those without
-        which a window would not be whole."""
+        """Tokens that may not change: the compressed ones, those that others may read in the same pages, and those
+        without which a window would not be whole."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
-        return max(self.sealed, self.shared, *self.readings, whole, *(sequence.fixed for sequence in self.further))
+        return max(self.compressed, self.shared, *self.readings, whole, *(sequence.fixed for sequence in self.further))
 
     @property
     def oldest(self) -> int:
@@ -177,12 +177,12 @@ class CachedSequence:
 
     @property
     def standing(self) -> SegmentState:
-        """How far it is sealed, as the rules of growth see it."""
+        """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.path)
 
     @property
     def pages(self) -> list[int]:
-        """Names of its sealed pages, in order."""
+        """Names of its compressed pages, in order."""
         return [name for segment in self.path for name in segment.pages]
 
     @property
@@ -193,13 +193,13 @@ class CachedSequence:
     @property
     def owned(self) -> PageCount:
         """What it has of each kind; for static pages and segments, those to come."""
-        sealed = sum(len(segment.pages) for segment in self.path)
+        compressed = sum(len(segment.pages) for segment in self.path)
         return PageCount(
             dense=len(self.dense),
             static=len(self.static_reserve),
             ring=len(self.ring),
-            sealed=sealed + len(self.sealed_reserve),
-            host=sealed + len(self.host_reserve),
+            compressed=compressed + len(self.compressed_reserve),
+            host=compressed + len(self.host_reserve),
             segments=len(self.slot_reserve),
         )
 
@@ -210,7 +210,7 @@ class CachedSequence:
         yield from self.static
         yield from self.pages
         if reserves:
-            yield from self.sealed_reserve
+            yield from self.compressed_reserve
             yield from self.static_reserve
 
 
@@ -225,8 +225,8 @@ class Span(NamedTuple):
     num_pages: int
 
     @property
-    def sealed(self) -> int:
-        """Position after its last sealed token."""
+    def compressed(self) -> int:
+        """Position after its last compressed token."""
         return self.first + PAGE * self.num_pages
 
 
@@ -254,13 +254,13 @@ class Outline:
         return cls(tuple(spans), length, length)
 
     @property
-    def sealed(self) -> int:
-        """Tokens that are sealed."""
-        return self.spans[-1].sealed if self.spans else 0
+    def compressed(self) -> int:
+        """Tokens that are compressed."""
+        return self.spans[-1].compressed if self.spans else 0
 
     @property
     def standing(self) -> SegmentState:
-        """How far it is sealed, as the rules of growth see it."""
+        """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.spans)
 
 
@@ -272,8 +272,8 @@ class Tables:
 
     Attributes:
         padding_slot, padding_segment_slot: those after the last.
-        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages of
-            generated tokens may be sealed on the last segment's state.
+        length, compressed, reach: int64 [slots], tokens cached, tokens compressed, and the position up to which pages
+            of generated tokens may be compressed on the last segment's state.
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
@@ -290,28 +290,30 @@ class Tables:
         slots: int,
         segment_slots: int,
         exact_width: int,
-        sealed_width: int,
+        compressed_width: int,
         spare_state: int,
         device: torch.device,
     ) -> None:
         self.padding_slot, self.padding_segment_slot = slots, segment_slots
-        self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
+        self.length, self.compressed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
         self.seed = np.zeros(slots + 1, np.uint64)
         self.segment_slots = np.full((slots + 1, MAX_SEGMENTS), segment_slots, np.int64)
         self.state = np.full(segment_slots + 1, spare_state, np.int64)
         self.first, self.end, self.static_tokens = np.zeros((3, segment_slots + 1), np.int64)
         self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)
-        self.pages, self.value_pages = torch.zeros(2, segment_slots + 1, sealed_width, dtype=torch.int32, device=device)
+        self.pages, self.value_pages = torch.zeros(
+            2, segment_slots + 1, compressed_width, dtype=torch.int32, device=device
+        )
 
     def write(self, sequence: CachedSequence) -> None:
         """Writes the numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
         at = sequence.standing
-        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
+        self.compressed[slot], self.reach[slot], self.segments[slot] = at.compressed, at.generated_reach, len(path)
         for number, segment in enumerate(path):
             self.segment_slots[slot, number] = segment.slot
-            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.sealed
+            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.compressed
             self.static_tokens[segment.slot] = segment.static_tokens
             if segment.state is not None:
                 self.state[segment.slot] = segment.state
@@ -329,11 +331,11 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Writes the names of a sequence's sealed pages, and of those that the last segment is still to get."""
+        """Writes the names of a sequence's compressed pages, and of those that the last segment is still to get."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
-            pages = segment.pages + (sequence.sealed_reserve if last else [])
+            pages = segment.pages + (sequence.compressed_reserve if last else [])
             _write(self.pages, segment.slot, pages[:width])
             values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
             _write(self.value_pages, segment.slot, values[:width])
@@ -348,7 +350,7 @@ class Tables:
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""
-        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments, self.seed):
+        for array in (self.length, self.compressed, self.reach, self.static_pages, self.segments, self.seed):
             array[slot] = 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.spec import PAGE
@@ -38,7 +38,7 @@ class CachedSegment:
         names: names of its state, its pages and those of its values: the same for sequences that share it.
     """
 
-    row: SealedBatch
+    row: CompressedBatch
     static: ExactRows
     names: tuple[int, ...]
 
@@ -52,7 +52,7 @@ def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Cal
     return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
-class Store(SealedStore):
+class Store(CompressedStore):
     """Tensors by name and layer of the group, those that parts see and all others.
 
     Attributes:
@@ -80,9 +80,9 @@ class Store(SealedStore):
         on_device, on_host = self.tiers["device"], self.tiers["host"]
         exact = on_device.views(layout.exact_fields)
         self.k, self.v = exact["k"], exact["v"]
-        sealed, across_bus = on_device.views(layout.sealed_fields), on_host.views(layout.host_fields)
+        compressed, across_bus = on_device.views(layout.compressed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
-        page, head_dim = sealed | across_bus, layout.shape.head_dim
+        page, head_dim = compressed | across_bus, layout.shape.head_dim
         super().__init__(ops, rotary, layout.layers, device, head_dim, page, states, set(across_bus), weights)
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
@@ -94,10 +94,10 @@ class Store(SealedStore):
             self.buffer = ChunkBuffer(counters=counters, **{x.name: of_segments(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
-    def sealed_names(self, blocks: list[int]) -> list[int]:
-        """Names of the sealed pages that fit in device ``blocks``, in order."""
-        step = self.layout.sealed_bytes // GRANULE
-        return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
+    def compressed_names(self, blocks: list[int]) -> list[int]:
+        """Names of the compressed pages that fit in device ``blocks``, in order."""
+        step = self.layout.compressed_bytes // GRANULE
+        return [block + i * step for block in blocks for i in range(self.layout.compressed_per_block)]
 
     def exact_names(self, blocks: list[int]) -> list[int]:
         """Names of the exact pages that fit in device ``blocks``, in order."""
@@ -110,7 +110,7 @@ class Store(SealedStore):
         return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Which chunks bool [R, H, P * C] of the sealed pages [R, P] of segments are exact elsewhere.
+        """Which chunks bool [R, H, P * C] of the compressed pages [R, P] of segments are exact elsewhere.
 
         Args:
             first: int64 [R], positions of their first tokens.

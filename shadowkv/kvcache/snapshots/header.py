@@ -1,8 +1,8 @@
 """Snapshots: what follows a fork point of a cached sequence, as bytes, and the header that says what they are.
 
 The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
-the used part of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
-stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
+the used part of the one before it ends, and the first at 0. What is compressed on a state that an earlier snapshot has
+is stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
 wrong with it (``contradictions``).
 """
 
@@ -86,7 +86,7 @@ class SnapshotSegment:
 
     Attributes:
         first, end, reach, fitted, static_tokens: as in ``Segment``.
-        num_pages: sealed pages that are in this snapshot.
+        num_pages: compressed pages that are in this snapshot.
         continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
             pages before the snapshot's start.
     """
@@ -103,8 +103,8 @@ class SnapshotSegment:
         """Position of its first token in a snapshot from ``start`` on."""
         return start if self.continued else self.first
 
-    def sealed(self, start: int) -> int:
-        """Position after its last sealed token."""
+    def compressed(self, start: int) -> int:
+        """Position after its last compressed token."""
         return self.begin(start) + PAGE * self.num_pages
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
@@ -123,7 +123,7 @@ class Cut(NamedTuple):
 
     def end(self, start: int) -> int:
         """Position after its last token, where the snapshot begins at ``start``."""
-        return (self.segments[-1].sealed(start) if self.segments else start) + self.tail_tokens
+        return (self.segments[-1].compressed(start) if self.segments else start) + self.tail_tokens
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class SnapshotHeader:
         form: what caches must have in common to read it (``form_of``).
         start: tokens of the sequence that come before it, a multiple of 64.
         length: tokens of the sequence.
-        segments: those with sealed pages after ``start``, or the last one where none has; empty where it is dense.
-        tail_tokens: exact tokens after ``start`` and after what is sealed, up to ``length``.
+        segments: those with compressed pages after ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens after ``start`` and after what is compressed, up to ``length``.
         observed: whether it has what is known of a dense sequence's state.
         fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
             ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
@@ -279,10 +279,10 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
     if header.start % PAGE:
         yield f"start {header.start} is not a multiple of {PAGE}"
     yield from _of_segments(header)
-    exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    exact = header.segments[-1].compressed(header.start) if header.segments else header.start
     yield from _out_of(("window", header.window, 0, MOST["tokens"]))
     if header.window and (header.segments or header.observed):
-        yield "layers with a window have something sealed"
+        yield "layers with a window have something compressed"
     exact = max(exact, header.length - header.window) if header.window else exact
     if header.tail_tokens != header.length - exact:
         yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
@@ -317,7 +317,7 @@ def _of_segments(header: SnapshotHeader) -> Iterator[str]:
                 (header.length - at) // PAGE,
             ),
         )
-        at = segment.sealed(header.start)
+        at = segment.compressed(header.start)
         yield from _out_of(("fitted pages of a segment", segment.fitted, segment.first + PAGE, at))
         if segment.first % PAGE or segment.fitted % PAGE:
             yield f"tokens {segment.first} to {segment.fitted} of a segment are no whole pages"

@@ -44,7 +44,7 @@ class Location(Protocol):
 
 @dataclass(frozen=True)
 class PagesLocation:
-    """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
+    """Compressed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
 
     field: SnapshotField
     memory: Tensor

@@ -1,4 +1,4 @@
-"""What a cached segment has sealed, as plain keys and values in long spans: what a later turn's tokens attend to.
+"""What a cached segment has compressed, as plain keys and values in long spans: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention does not depend on order, so
 that a block needs no mask. Values on the host cross the bus one span ahead of attention.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import CachedSegment, Store
@@ -21,7 +21,7 @@ SPAN_PAGES = 512
 
 
 class RebuiltTokens:
-    """Sealed tokens of one segment at a time."""
+    """Compressed tokens of one segment at a time."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.parts, self.ops = store, store.layout.parts, store.ops
@@ -60,7 +60,7 @@ class RebuiltTokens:
             block[:, head, exact_rows[i]] = exact
             yield block[0, :, :count], block[1, :, :count]
 
-    def _rows_of_exact(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
+    def _rows_of_exact(self, layer: int, row: CompressedBatch, static_tokens: int, step: int, count: int) -> Tensor:
         """Rows of each of ``count`` spans of ``step`` pages that the exact tokens belong to, int64 [count, H, n]."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
