@@ -250,7 +250,7 @@ class KVCache:
 
     def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
         """Prompts of up to ``rows`` tokens that stay exact, from their numbers on the device."""
-        count = len(numbers) // (1 + 2 * len(self.groups))  # sequences, with one that is nobody's
+        count = len(numbers) // (1 + 2 * len(self.groups))  # sequences, with the padding sequence
         starts, *of_groups = numbers.split([count + 1, *[2 * count] * len(self.groups)])
         parts = (
             (exact_prompts(starts, own.view(2, -1), rows, group.pool.tables),)

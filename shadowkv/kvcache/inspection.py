@@ -30,7 +30,7 @@ def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
+    """RoPE-rotated keys [H, E * 64, d] of exact pages, by their ids, int64 [E] of a ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
@@ -90,7 +90,7 @@ def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: in
 
     Args:
         q: [H_q, d] of its row, after RoPE.
-        pages: int64 [E], names of its exact pages, from its first on.
+        pages: int64 [E], ids of its exact pages, from its first on.
     """
     keys = exact_keys(cache, layer, pages[: -(-end // PAGE)])[:, first:end]
     positions = torch.arange(first, end, device=q.device).expand(len(keys), -1)

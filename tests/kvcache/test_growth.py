@@ -119,8 +119,8 @@ def check(cache: KVCache, sequence: CachedSequence) -> None:
     pages, tables = -(-sequence.length // PAGE) - sequence.compressed // PAGE, cache.groups[0].pool.tables
     assert pages <= len(sequence.ring if sequence.path else sequence.dense), "two pages of the tail in one place"
     if sequence.path:
-        names = sequence.static + sequence.ring
-        assert tables.exact[sequence.slot, : len(names)].tolist() == names
+        page_ids = sequence.static + sequence.ring
+        assert tables.exact[sequence.slot, : len(page_ids)].tolist() == page_ids
 
 
 turns = st.lists(

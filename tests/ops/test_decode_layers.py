@@ -93,7 +93,7 @@ def copied(layers: Layers) -> Layers:
 
 def new_tokens(lengths: Sequence[int]) -> NewTokens:
     """The newest token of sequences that have these lengths with it, in pages in no order."""
-    names = torch.randperm(NUM_PAGES)
+    page_ids = torch.randperm(NUM_PAGES)
     width = max(-(-length // PAGE) for length in lengths)
     pages, counts = (
         torch.zeros(len(lengths), width, dtype=torch.int64),
@@ -101,7 +101,7 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
     )
     for row, length in enumerate(lengths):
         used = -(-length // PAGE)
-        pages[row, :used], names = names[:used], names[used:]
+        pages[row, :used], page_ids = page_ids[:used], page_ids[used:]
         counts[row] = (length - PAGE * torch.arange(width)).clamp(0, PAGE)
     newest = torch.tensor(lengths) - 1
     return NewTokens(newest, pages, counts, pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE)

@@ -28,7 +28,7 @@ class StoragePlan:
         state: int64 [1], the state of their segment.
         observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
             when a dense sequence is compressed; None where there is none.
-        pages, value_pages: int64 [compressed / 64], names of the pages that they go to.
+        pages, value_pages: int64 [compressed / 64], ids of the pages that they go to.
         page_starts: int64 [compressed / 64], positions of the first tokens of these pages.
         static: where the sink and the outliers of a new segment go.
         tail: where the exact tokens that the sequence already has are; those that are compressed now come from there
@@ -80,7 +80,7 @@ class StoragePlanner:
             self.pool.begin_segment(sequence, length)
         compressed, reserve = after.tokens - before, sequence.compressed_reserve
         values = sequence.host_reserve if self.layout.host_fields else reserve
-        pages, value_pages = (numbers.add(names[: compressed // PAGE]) for names in (reserve, values))
+        pages, value_pages = (numbers.add(page_ids[: compressed // PAGE]) for page_ids in (reserve, values))
         page_starts = numbers.add(np.arange(before, before + compressed, PAGE))
         segment, reserved = sequence.path[-1] if sequence.path else None, sequence.state_reserve
         learning = None
@@ -120,7 +120,7 @@ class StoragePlanner:
         of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
         static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
-        names = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
+        ids = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
 
         def on_device(x: Tensor) -> CachedSegment:
             slot, state, first, num_pages, num_chunks = x[of_segment].split(1)
@@ -135,6 +135,6 @@ class StoragePlanner:
                 budget=num_chunks,
                 max_budget=chunks,
             )
-            return CachedSegment(compressed, static(x), names)
+            return CachedSegment(compressed, static(x), ids)
 
         return on_device

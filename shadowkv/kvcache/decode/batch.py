@@ -132,10 +132,10 @@ class DecodeBatch:
 
     Attributes:
         positions: int64 [B], position of each new token.
-        pages: int64 [B, E], names of the exact pages.
+        pages: int64 [B, E], ids of the exact pages.
         counts: int64 [B, E], valid tokens of each exact page, the new one included.
         starts: int64 [B, E], with a window, the first token of each page that is in it, of those; else None.
-        write_page: int64 [B], name of the exact page that takes the new token.
+        write_page: int64 [B], id of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         compressed: None where no row has compressed pages.
         sequence: int64 [R], the row of the batch that each row of ``compressed`` belongs to; None where they are the

@@ -137,7 +137,7 @@ MIN_PAGES = 8
 """Minimum width of a page table for compressed pages."""
 
 MIN_EXACT_PAGES = 32
-"""The same for exact pages: a warp looks at as many names at once. Widths above are powers of 2, as entries without
+"""The same for exact pages: a warp looks at as many page ids at once. Widths above are powers of 2, as entries without
 tokens are skipped 32 at a time: shapes of short sequences differ in the batch alone, and few graphs serve all."""
 
 

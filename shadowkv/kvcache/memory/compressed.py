@@ -29,7 +29,7 @@ class CompressedStore:
         rotary: tables for the positions of its tokens.
         layers: which layers of the model they are: parts count those of the group.
         compute: the device that it computes on.
-        page: per field [num_layers, names, *field.shape], compressed pages.
+        page: per field [num_layers, page ids, *field.shape], compressed pages.
         state: per field [num_layers, states, *field.shape], fitted states.
     """
 
@@ -73,8 +73,8 @@ class CompressedBatch:
         slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
         states: int64 [R], their fitted states.
         first: int64 [R], positions of their first tokens.
-        pages: int64 [R, P], names of their compressed pages; anything past a segment's end.
-        value_pages: int64 [R, P], names of the pages that hold ``values``.
+        pages: int64 [R, P], ids of their compressed pages; anything past a segment's end.
+        value_pages: int64 [R, P], ids of the pages that hold ``values``.
         num_pages: int64 [R], compressed pages of each; ragged.
         num_chunks: int64 [R], their chunks.
         budget: int64 [R], chunks to select by top-k per kv head.

@@ -150,7 +150,7 @@ class Prefill:
         new = run.alone
         if new is None or not new.cached or self._sparse(new, run.stop) is not None:
             return None
-        return tuple(segment.names for segment in batch.plan_of(new).cached) or None
+        return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
@@ -269,10 +269,10 @@ class Prefill:
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
         """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d], behind ``room`` rows for others."""
-        names = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
-        whole_pages, count = names.shape[1] * PAGE, len(tail.pages)
+        page_ids = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
+        whole_pages, count = page_ids.shape[1] * PAGE, len(tail.pages)
         joined = new.new_empty(room + whole_pages + len(new), *new.shape[1:])
         exact = joined[room:]
-        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, exact[:whole_pages].transpose(0, 1), False)
+        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), page_ids), 0, exact[:whole_pages].transpose(0, 1), False)
         exact[count : count + len(new)] = new
         return joined[: room + count + len(new)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.memory.streams import Numbers
@@ -136,7 +137,7 @@ class SequencePool:
                 self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
             segment = sequence.path[number]
             segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
-            self._name_compressed(sequence, span.num_pages - len(segment.pages))
+            self._use_reserve(sequence, span.num_pages - len(segment.pages))
         self.tables.length[slot] = outline.length
         self._write(sequence)
         return sequence
@@ -195,7 +196,7 @@ class SequencePool:
         reserve."""
         last = sequence.path[-1]
         new = not last.pages
-        self._name_compressed(sequence, (compressed - last.compressed) // PAGE)
+        self._use_reserve(sequence, (compressed - last.compressed) // PAGE)
         if not new:
             self.tables.compressed[sequence.slot] = self.tables.end[last.slot] = compressed
             return
@@ -248,16 +249,16 @@ class SequencePool:
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
         """Blocks that would be free if ``sequences`` were released: those that only they hold."""
-        names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
+        blocks: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
         for sequence in sequences:
-            names["sequences"].update([sequence.slot])
-            names["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
+            blocks["sequences"].update([sequence.slot])
+            blocks["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
             for kind, held in self._counted(sequence):
-                names[kind].update(held)
+                blocks[kind].update(held)
         return Blocks(
             {
-                kind: sum(count == self.pools[kind].references(name) for name, count in counts.items())
-                for kind, counts in names.items()
+                kind: sum(count == self.pools[kind].references(block) for block, count in counts.items())
+                for kind, counts in blocks.items()
             }
         )
 
@@ -267,16 +268,16 @@ class SequencePool:
         return [
             ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
             ("states", sequence.state_reserve + [segment.state for segment in path if segment.state is not None]),
-            ("host", sequence.host_reserve + [name for one in path if host for name in one.value_pages]),
+            ("host", sequence.host_reserve + [page_id for one in path if host for page_id in one.value_pages]),
         ]
 
     def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
         """Gives back the blocks that hold only pages of ``reserves``; returns what is left of the reserves."""
         device = self.pools["device"]
         kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
-        dropped = [block for block in device.blocks_of(name for part in reserves for name in part) if block not in kept]
+        dropped = [block for block in device.blocks_of(chain.from_iterable(reserves)) if block not in kept]
         device.release(dropped)
-        return [[name for name in part if device.block_of(name) in kept] for part in reserves]
+        return [[page_id for page_id in part if device.block_of(page_id) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
@@ -295,7 +296,7 @@ class SequencePool:
             for slot in slots:
                 self.store.buffer.reset(slot)
 
-    def _name_compressed(self, sequence: CachedSequence, count: int) -> None:
+    def _use_reserve(self, sequence: CachedSequence, count: int) -> None:
         """Moves the first pages of the reserve to the last segment."""
         last = sequence.path[-1]
         last.pages += sequence.compressed_reserve[:count]
@@ -308,12 +309,12 @@ class SequencePool:
         if not count.within(self.free):
             raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
         device, per_block = self.pools["device"], self.layout.exact_per_block
-        sequence.dense += self.store.exact_names(device.allocate(-(-new.dense // per_block)))
-        exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
+        sequence.dense += self.store.exact_page_ids(device.allocate(-(-new.dense // per_block)))
+        exact = self.store.exact_page_ids(device.allocate(-(-(new.static + new.ring) // per_block)))
         self._widen_ring(sequence, exact[: new.ring])
         sequence.static_reserve += exact[new.ring :]
         compressed = -(-new.compressed // self.layout.compressed_per_block) if new.compressed else 0
-        sequence.compressed_reserve += self.store.compressed_names(device.allocate(compressed))
+        sequence.compressed_reserve += self.store.compressed_page_ids(device.allocate(compressed))
         sequence.host_reserve += self.pools["host"].allocate(count["host"])
         sequence.slot_reserve += self.pools["segment_slots"].allocate(count["segment_slots"])
         sequence.state_reserve += self.pools["states"].allocate(count["states"])
@@ -357,8 +358,8 @@ class SequencePool:
         for number in range(sequence.compressed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
             ring[number % len(ring)] = old[number % len(old)]
         placed = set(ring)
-        free = iter([name for name in (*old, *more) if name not in placed])
-        sequence.ring = [next(free) if name is None else name for name in ring]
+        free = iter([page_id for page_id in (*old, *more) if page_id not in placed])
+        sequence.ring = [next(free) if page_id is None else page_id for page_id in ring]
 
     def _write(self, sequence: CachedSequence) -> None:
         self.tables.write(sequence)

@@ -4,7 +4,7 @@ that kernels read.
 Tokens of a dense sequence are all exact. A compressed one has compressed pages [0, compressed), the exact copies of its
 sink and outliers (per kv head) and an exact tail [compressed, length) in a ring of pages. Its compressed pages are cut
 into segments: runs that one fitted state serves. Pages of a segment never change once they are compressed, and neither
-does its state, so that any number of sequences can name them; each holds a reference to their blocks
+does its state, so that any number of sequences can refer to them; each holds a reference to their blocks
 (``memory.arenas.BlockPool``).
 """
 
@@ -46,13 +46,13 @@ class Segment:
 
     Attributes:
         slot: its slot in the page tables, which no other sequence uses.
-        state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
+        state: id of the fitted state, which other sequences may use too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
         reach: position up to which pages of prompts may be compressed on the state.
         fitted: position after the pages that were compressed when it was fitted: all its outliers are among them.
-        pages, value_pages: names of its compressed pages and of those that hold their values.
-        static: names of exact pages with its sink and outliers.
+        pages, value_pages: ids of its compressed pages and of those that hold their values.
+        static: ids of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
     """
 
@@ -107,10 +107,10 @@ class CachedSequence:
         pending_layers: for a restored one, what is still on its way, of all groups; None where everything is there, and
             in further groups.
         path: its segments, in order.
-        dense: names of the exact pages of a dense sequence's tokens; with a window, as a ring.
-        ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
-        compressed_reserve, host_reserve: names of pages to be compressed.
-        static_reserve: names of exact pages for sinks and outliers of segments to come.
+        dense: ids of the exact pages of a dense sequence's tokens; with a window, as a ring.
+        ring: ids of the exact pages that hold a compressed sequence's tail, as a ring.
+        compressed_reserve, host_reserve: ids of pages to be compressed.
+        static_reserve: ids of exact pages for sinks and outliers of segments to come.
         slot_reserve, state_reserve: slots and states of segments to come.
     """
 
@@ -182,13 +182,13 @@ class CachedSequence:
 
     @property
     def pages(self) -> list[int]:
-        """Names of its compressed pages, in order."""
-        return [name for segment in self.path for name in segment.pages]
+        """Ids of its compressed pages, in order."""
+        return [page_id for segment in self.path for page_id in segment.pages]
 
     @property
     def static(self) -> list[int]:
         """Names of the exact pages with sinks and outliers, in order."""
-        return [name for segment in self.path for name in segment.static]
+        return [page_id for segment in self.path for page_id in segment.static]
 
     @property
     def owned(self) -> PageCount:
@@ -281,8 +281,8 @@ class Tables:
         segment_slots: int64 [slots, MAX_SEGMENTS], the slots of those.
         state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
             token and after its last, and how many of its tokens are exact elsewhere, per kv head.
-        exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
-        pages, value_pages: int32 [segment slots, P], names.
+        exact: int32 [slots, E], page ids; static_counts: int32 [slots, E], tokens in the static ones.
+        pages, value_pages: int32 [segment slots, P], page ids.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Tables:
                 self.state[segment.slot] = segment.state
 
     def write_exact(self, sequence: CachedSequence) -> None:
-        """Writes the names of a sequence's exact pages."""
+        """Writes the ids of a sequence's exact pages."""
         static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
         self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
         counts = [
@@ -331,7 +331,7 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Writes the names of a sequence's compressed pages, and of those that the last segment is still to get."""
+        """Writes the ids of a sequence's compressed pages, and of those that the last segment is still to get."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
@@ -354,5 +354,5 @@ class Tables:
             array[slot] = 0
 
 
-def _write(table: torch.Tensor, row: int, names: list[int]) -> None:
-    table[row, : len(names)] = upload(torch.tensor(names, dtype=torch.int32), table.device)
+def _write(table: torch.Tensor, row: int, page_ids: list[int]) -> None:
+    table[row, : len(page_ids)] = upload(torch.tensor(page_ids, dtype=torch.int32), table.device)

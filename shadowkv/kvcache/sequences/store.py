@@ -35,20 +35,20 @@ class CachedSegment:
     Attributes:
         row: a batch of one row.
         static: its sink and outliers.
-        names: names of its state, its pages and those of its values: the same for sequences that share it.
+        ids: of its state, its pages and those of its values: the same for sequences that share it.
     """
 
     row: CompressedBatch
     static: ExactRows
-    names: tuple[int, ...]
+    ids: tuple[int, ...]
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
     """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
     the device."""
     position = np.arange(start, stop)
-    names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
-    rows = numbers.add(np.stack((names, position % PAGE)))
+    page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
+    rows = numbers.add(np.stack((page_ids, position % PAGE)))
     return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
@@ -57,7 +57,7 @@ class Store(CompressedStore):
 
     Attributes:
         tiers: the tiers by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, names, H, 64, d], exact pages.
+        k, v: [num_layers, page ids, H, 64, d], exact pages.
         buffer: fetched chunks, [num_layers, segment slots, *field.shape] except for the counters; None without one.
     """
 
@@ -94,13 +94,13 @@ class Store(CompressedStore):
             self.buffer = ChunkBuffer(counters=counters, **{x.name: of_segments(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
-    def compressed_names(self, blocks: list[int]) -> list[int]:
-        """Names of the compressed pages that fit in device ``blocks``, in order."""
+    def compressed_page_ids(self, blocks: list[int]) -> list[int]:
+        """Ids of the compressed pages that fit in device ``blocks``, in order."""
         step = self.layout.compressed_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.compressed_per_block)]
 
-    def exact_names(self, blocks: list[int]) -> list[int]:
-        """Names of the exact pages that fit in device ``blocks``, in order."""
+    def exact_page_ids(self, blocks: list[int]) -> list[int]:
+        """Ids of the exact pages that fit in device ``blocks``, in order."""
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 

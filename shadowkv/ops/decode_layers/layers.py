@@ -86,7 +86,7 @@ class NewTokens:
 
     Attributes:
         positions: int64 [B].
-        pages: int64 [B, E], names of exact pages.
+        pages: int64 [B, E], ids of exact pages.
         counts: int64 [B, E], valid tokens at the start of each page, the new one included; 0 skips it.
         write_page, write_offset: int64 [B], the page and the row there that take the new token.
     """
