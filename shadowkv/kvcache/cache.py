@@ -237,7 +237,7 @@ class KVCache:
             return False
         for group in self.groups:
             own, layout = sequence.of_group(group.number), group.layout
-            after = layout.growth.compressed(own.standing, tokens, tokens == own.capacity)
+            after = layout.growth.compressed(own.segment_state, tokens, tokens == own.capacity)
             learns = bool(own.state_reserve) and layout.parts.observing
             if after.tokens or after.fits or learns:
                 return False

@@ -36,16 +36,16 @@ def learns(spec: KVSpec) -> bool:
 
 
 @st.composite
-def standings(draw: st.DrawFn, growth: Growth) -> SegmentState:
-    """Dense, or compressed up to some page with a state that reaches some way."""
+def segment_states(draw: st.DrawFn, growth: Growth) -> SegmentState:
+    """Dense, or compressed up to some page with a state that is valid some way on."""
     segments = draw(st.integers(0, MAX_SEGMENTS if growth.learns else 1))
     if not segments:
         return SegmentState()
     compressed = PAGE * draw(st.integers(1, 30))
     if segments == MAX_SEGMENTS or not growth.learns:
         return SegmentState(compressed, segments, UNLIMITED, UNLIMITED)
-    reach = compressed + draw(st.integers(-200, 1000))
-    return SegmentState(compressed, segments, reach, max(compressed, reach) + draw(st.integers(0, 3000)))
+    valid_until = compressed + draw(st.integers(-200, 1000))
+    return SegmentState(compressed, segments, valid_until, max(compressed, valid_until) + draw(st.integers(0, 3000)))
 
 
 def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[int, int]:
@@ -60,11 +60,15 @@ def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[i
         if length == capacity:
             break
         tail = length - at.compressed  # what is compressed before the step that adds a token
-        if at.compressed + PAGE > at.generated_reach and tail >= growth.late_limit(at.segments):
+        if at.compressed + PAGE > at.generated_valid_until and tail >= growth.late_limit(at.segments):
             after = growth.compressed(at, length, False)
             assert after.fits
             at = growth.fitted(at, after.tokens, length)
-        if at.segments and at.compressed + PAGE <= at.generated_reach and length - at.compressed >= spec.local + PAGE:
+        if (
+            at.segments
+            and at.compressed + PAGE <= at.generated_valid_until
+            and length - at.compressed >= spec.local + PAGE
+        ):
             at = replace(at, compressed=at.compressed + PAGE)
     return at.segments - before, longest
 
@@ -73,7 +77,7 @@ def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[i
 @given(st.data(), specs, tokens, tokens)
 def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, new, more):
     growth = Growth(resolve(spec, SHAPE), learns(spec))
-    at = data.draw(standings(growth))
+    at = data.draw(segment_states(growth))
     start = at.compressed + max(1, new)
     forecast = growth.forecast(at, start, start + more)
     segments, tail = walk(growth, at, start, start + more)
@@ -88,12 +92,12 @@ def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, n
 @given(st.data(), specs, tokens)
 def test_what_is_compressed_grows_with_the_sequence_and_leaves_the_newest_exact(data, spec, new):
     growth = Growth(resolve(spec, SHAPE), learns(spec))
-    at = data.draw(standings(growth))
+    at = data.draw(segment_states(growth))
     length = at.compressed + new
     after = growth.compressed(at, length, final=False)
     assert after.tokens % PAGE == 0
     assert at.compressed <= after.tokens <= max(at.compressed, length - spec.local)
-    assert after.fits == (after.tokens > max(at.compressed, at.reach))
+    assert after.fits == (after.tokens > max(at.compressed, at.valid_until))
     if after.fits:
         assert length - at.compressed >= growth.limit(at.segments)
 
@@ -164,11 +168,11 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
     cache = make_cache(spec, blocks=900, max_model_len=16384)
     sequence = cache.allocate(1, 1)
     for number in range(1, MAX_SEGMENTS + 3):
-        reach = sequence.path[-1].reach if sequence.path else 0
+        valid_until = sequence.path[-1].valid_until if sequence.path else 0
         if number > MAX_SEGMENTS:
-            assert reach == UNLIMITED
-            reach = sequence.length
-        start = max(sequence.length + spec.exact_limit, reach + PAGE + spec.local) + 1
+            assert valid_until == UNLIMITED
+            valid_until = sequence.length
+        start = max(sequence.length + spec.exact_limit, valid_until + PAGE + spec.local) + 1
         cache.extend(sequence, start, start)
         feed(cache, sequence, start - sequence.length)
         assert len(sequence.path) == min(number, MAX_SEGMENTS)

@@ -1,6 +1,6 @@
 """Compression: full pages of exact tokens leave the exact store for the policy's own form.
 
-Generated tokens are stored with the state of the last segment that has one of its own, as far as that reaches
+Generated tokens are stored with the state of the last segment that has one of its own, as far as that is valid
 (``growth.py``).
 """
 
@@ -40,11 +40,12 @@ class Compression:
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
-        """Which of ``slots`` have an exact tail that outgrew its window, and a state that reaches its oldest page."""
+        """Which of ``slots`` have an exact tail that outgrew its window, and a state that is valid for its oldest
+        page."""
         tables = self.tables
         length, compressed = tables.length[slots], tables.compressed[slots]
-        reached = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.reach[slots])
-        return reached & (length - compressed >= self.spec.local + PAGE)
+        valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
+        return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """What ``compress_pages`` needs to know to compress the oldest page of each of ``slots``, int64 [6, n]."""

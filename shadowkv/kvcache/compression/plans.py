@@ -71,7 +71,7 @@ class StoragePlanner:
         """The same for one sequence, once its ``numbers`` are on the device."""
         start, before = sequence.length, sequence.compressed
         length = start + count
-        after = self.layout.growth.compressed(sequence.standing, length, length == sequence.capacity)
+        after = self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
         tail_ring = sequence.ring if sequence.path else sequence.dense
         tail_start = before if sequence.window is None else sequence.window_start(start) // PAGE * PAGE
         tail = exact_rows(numbers, tail_ring, tail_start, start)

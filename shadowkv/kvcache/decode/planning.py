@@ -47,7 +47,7 @@ class DecodePlanner:
             tail = tables.length[slots] - tables.compressed[slots]
             growth = self.layout.growth
             limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
-            outgrown = (tables.compressed[slots] + PAGE > tables.reach[slots]) & (tail >= limit)
+            outgrown = (tables.compressed[slots] + PAGE > tables.valid_until[slots]) & (tail >= limit)
             if outgrown.any():
                 self.storing.compress_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
             due = self.compression.due(slots)
@@ -84,7 +84,7 @@ class DecodePlanner:
         exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max(initial=0))
         compressed = int(tables.compressed[slots].max(initial=0))
         for sequence, length in joining:
-            at = sequence.standing
+            at = sequence.segment_state
             after = layout.growth.compressed(at, length, length == sequence.capacity)
             segments = max(segments, at.segments + after.fits)
             static = len(sequence.static) if at.segments else self.spec.static_pages

@@ -1,8 +1,8 @@
-"""When tokens get a fitted state of their own: how far a state reaches, and what a sequence may need as it grows.
+"""When tokens get a fitted state of their own: up to where a state is valid, and what a sequence may need as it grows.
 
 Pre-RoPE keys of a prompt and of its continuation share a subspace (ShadowKV+, arXiv:2410.21465, section 4.1), but a
 basis of 400 tokens does not fit a document that follows them: 1,500 later tokens lose 9 to 12 % of their keys' energy,
-2 to 3 % with a basis of their own. So a state serves ``REACH`` times as many later tokens as it was fitted on. What
+2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was fitted on. What
 follows stays exact, like a short prompt, until there is enough of it for a segment with a state of its own.
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
-REACH = 0.25
+VALIDITY = 0.25
 """Later tokens that a state serves, as a fraction of those that it was fitted on. With SmolLM2 and ``turbo``, after 400
 tokens, KL to full attention is 0.0047 where 400 others and a question follow and all come in one prefill, 0.0101 where
 the state of the first has to serve the others, and 0.0049 where these have a state of their own; with 200 others 0.0065
@@ -29,7 +29,7 @@ MAX_SEGMENTS = 8
 """Segments of one sequence with states of their own: the last one's state serves everything that follows."""
 
 UNLIMITED = 2**62
-"""Reach of a state that serves everything after it."""
+"""``valid_until`` of a state that serves everything after it."""
 
 
 class CompressedRun(Protocol):
@@ -40,7 +40,7 @@ class CompressedRun(Protocol):
     @property
     def end(self) -> int: ...
     @property
-    def reach(self) -> int: ...
+    def valid_until(self) -> int: ...
     @property
     def compressed(self) -> int: ...
 
@@ -52,22 +52,24 @@ class SegmentState:
     Attributes:
         compressed: compressed tokens.
         segments: segments with fitted states, or one where nothing is fitted; 0 while it is dense.
-        reach: position up to which tokens of prompts may be compressed on the last one's state.
-        generated_reach: the same for generated tokens.
+        valid_until: position up to which tokens of prompts may be compressed on the last one's state.
+        generated_valid_until: the same for generated tokens.
     """
 
     compressed: int = 0
     segments: int = 0
-    reach: int = 0
-    generated_reach: int = 0
+    valid_until: int = 0
+    generated_valid_until: int = 0
 
     @classmethod
     def behind(cls, path: Sequence[CompressedRun]) -> SegmentState:
-        """The standing of a sequence with these segments."""
+        """The state of a sequence with these segments."""
         if not path:
             return cls()
         last = path[-1]
-        return cls(last.compressed, len(path), last.reach, generated_reach(last.first, last.end, last.reach))
+        return cls(
+            last.compressed, len(path), last.valid_until, generated_valid_until(last.first, last.end, last.valid_until)
+        )
 
 
 @dataclass(frozen=True)
@@ -93,19 +95,20 @@ class Forecast:
 
 def fitted_with_earlier(first: int, end: int) -> bool:
     """Whether tokens ``first`` to ``end`` are too few for a subspace of their own: it is then fitted on all before
-    them, too, so that states reach further the longer a sequence is."""
+    them, too, so that a longer sequence's states serve more tokens."""
     return end - first < first
 
 
-def cut_short(end: int, reach: int, fitted: int, stop: int) -> tuple[int, int, int]:
+def cut_short(end: int, valid_until: int, fitted: int, stop: int) -> tuple[int, int, int]:
     """These numbers of a segment, for a sequence that continues differently after position ``stop``."""
-    return min(end, stop), reach - end + min(end, stop), min(fitted, stop)
+    return min(end, stop), valid_until - end + min(end, stop), min(fitted, stop)
 
 
-def generated_reach(first: int, end: int, reach: int) -> int:
-    """How far a state that was fitted for ``first`` to ``end`` and has that ``reach`` reaches for generated tokens."""
+def generated_valid_until(first: int, end: int, valid_until: int) -> int:
+    """Up to where a state that was fitted for ``first`` to ``end`` and has that ``valid_until`` serves generated
+    tokens."""
     fitted = end if fitted_with_earlier(first, end) else end - first
-    return UNLIMITED if fitted >= SETTLED else reach
+    return UNLIMITED if fitted >= SETTLED else valid_until
 
 
 @dataclass(frozen=True)
@@ -120,17 +123,19 @@ class Growth:
     spec: KVSpec
     learns: bool
 
-    def reach(self, segments: int, first: int, end: int) -> int:
-        """How far the state of a sequence's last segment, for tokens ``first`` to ``end``, reaches."""
+    def valid_until(self, segments: int, first: int, end: int) -> int:
+        """Up to where the state of a sequence's last segment, for tokens ``first`` to ``end``, serves prompts."""
         if not self.learns or segments >= MAX_SEGMENTS:
             return UNLIMITED
-        return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
+        return end + int(VALIDITY * (end if fitted_with_earlier(first, end) else end - first))
 
     def fitted(self, at: SegmentState, compressed: int, end: int) -> SegmentState:
         """What ``at`` becomes when tokens after it, up to ``end``, get a state and are compressed up to
         ``compressed``."""
-        reach = self.reach(at.segments + 1, at.compressed, end)
-        return SegmentState(compressed, at.segments + 1, reach, generated_reach(at.compressed, end, reach))
+        valid_until = self.valid_until(at.segments + 1, at.compressed, end)
+        return SegmentState(
+            compressed, at.segments + 1, valid_until, generated_valid_until(at.compressed, end, valid_until)
+        )
 
     def limit(self, segments: int) -> int:
         """The longest tail after that many segments that stays exact if a prompt ends with it."""
@@ -143,7 +148,7 @@ class Growth:
     def compressed(self, at: SegmentState, length: int, final: bool) -> Compressed:
         """What is compressed once a sequence has ``length`` tokens; ``final`` where it will not grow."""
         target = max(at.compressed, self.spec.compressed_pages(length) * PAGE)
-        if not self.spec.compresses or target <= at.reach:
+        if not self.spec.compresses or target <= at.valid_until:
             return Compressed(target if self.spec.compresses and at.segments else 0, False)
         tail, limit = length - at.compressed, self.limit(at.segments)
         # At the limit itself tokens stay exact only if there will be no more, or answers may go on from there.
@@ -162,7 +167,7 @@ class Growth:
             longest = start - soon.tokens
         while at.segments < MAX_SEGMENTS:
             stuck = max(
-                at.compressed, at.generated_reach // PAGE * PAGE
+                at.compressed, at.generated_valid_until // PAGE * PAGE
             )  # all that can be compressed on the last state
             if at.segments and capacity > stuck + spec.local + PAGE:
                 longest = max(longest, min(capacity - stuck, spec.exact_limit + 1))

@@ -134,9 +134,9 @@ class SequencePool:
             sequence.begin = sequence.window_start(outline.length)
         for number, span in enumerate(outline.spans):
             if number == len(sequence.path):
-                self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
+                self._begin(sequence, span.first, span.end, span.valid_until, span.static_tokens)
             segment = sequence.path[number]
-            segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
+            segment.end, segment.valid_until, segment.fitted = span.end, span.valid_until, span.fitted
             self._use_reserve(sequence, span.num_pages - len(segment.pages))
         self.tables.length[slot] = outline.length
         self._write(sequence)
@@ -173,16 +173,16 @@ class SequencePool:
         """
         spec, first, number = self.layout.spec, sequence.compressed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
-        self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
+        self._begin(sequence, first, end, self.layout.growth.valid_until(number, first, end), tokens)
 
-    def _begin(self, sequence: CachedSequence, first: int, end: int, reach: int, static_tokens: int) -> None:
+    def _begin(self, sequence: CachedSequence, first: int, end: int, valid_until: int, static_tokens: int) -> None:
         static = -(-static_tokens // PAGE)
         segment = Segment(
             slot=sequence.slot_reserve.pop(0),
             state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
             first=first,
             end=end,
-            reach=reach,
+            valid_until=valid_until,
             static=sequence.static_reserve[:static],
             static_tokens=static_tokens,
         )
@@ -320,7 +320,7 @@ class SequencePool:
         sequence.state_reserve += self.pools["states"].allocate(count["states"])
 
     def _lacking(self, sequence: CachedSequence, start: int, capacity: int) -> PageCount:
-        at = sequence.standing
+        at = sequence.segment_state
         return self.layout.pages(self._prompted(at, sequence.length, start), capacity, at).lacking(sequence.owned)
 
     def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
@@ -335,7 +335,7 @@ class SequencePool:
             compressed=compressed,
             host=compressed if self.layout.host_fields else 0,
         )
-        at = outline.standing
+        at = outline.segment_state
         lacking = self.layout.pages(self._prompted(at, outline.length, start), capacity, at).lacking(has)
         return lacking + PageCount(
             dense=0 if spans else has.dense - shared,

@@ -49,7 +49,7 @@ class Segment:
         state: id of the fitted state, which other sequences may use too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
-        reach: position up to which pages of prompts may be compressed on the state.
+        valid_until: position up to which pages of prompts may be compressed on the state.
         fitted: position after the pages that were compressed when it was fitted: all its outliers are among them.
         pages, value_pages: ids of its compressed pages and of those that hold their values.
         static: ids of exact pages with its sink and outliers.
@@ -60,7 +60,7 @@ class Segment:
     state: int | None
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int = 0
     pages: list[int] = field(default_factory=list)
     value_pages: list[int] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Segment:
     def prefix(self, slot: int, stop: int) -> Segment:
         """Its pages up to position ``stop``, for a sequence that continues differently there."""
         count = min(len(self.pages), (stop - self.first) // PAGE)
-        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        end, valid_until, fitted = cut_short(self.end, self.valid_until, self.fitted, stop)
         return replace(
             self,
             slot=slot,
             end=end,
-            reach=reach,
+            valid_until=valid_until,
             fitted=fitted,
             pages=self.pages[:count],
             value_pages=self.value_pages[:count],
@@ -95,7 +95,7 @@ class CachedSequence:
     A sequence of a cache is that in its first group, which has those in the others with it: they have the same tokens.
 
     Attributes:
-        further: the same sequence in further groups of the cache, where this is the first.
+        other_groups: the same sequence in the other groups of the cache, where this is the first.
         window: newest tokens that are attended to, where it is not all.
         begin: with a window, the position before which it has never had a token, or has lost it since.
         tables: the tables of all sequences.
@@ -105,7 +105,7 @@ class CachedSequence:
         shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
         readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
         pending_layers: for a restored one, what is still on its way, of all groups; None where everything is there, and
-            in further groups.
+            in other groups.
         path: its segments, in order.
         dense: ids of the exact pages of a dense sequence's tokens; with a window, as a ring.
         ring: ids of the exact pages that hold a compressed sequence's tail, as a ring.
@@ -129,13 +129,13 @@ class CachedSequence:
     static_reserve: list[int] = field(default_factory=list)
     slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
-    further: tuple[CachedSequence, ...] = ()
+    other_groups: tuple[CachedSequence, ...] = ()
     window: int | None = None
     begin: int = 0
 
     def of_group(self, number: int) -> CachedSequence:
         """The same sequence in a group of the cache."""
-        return self.further[number - 1] if number else self
+        return self.other_groups[number - 1] if number else self
 
     @property
     def length(self) -> int:
@@ -151,7 +151,7 @@ class CachedSequence:
     @seed.setter
     def seed(self, seed: int) -> None:
         self.tables.seed[self.slot] = seed & (1 << 64) - 1
-        for sequence in self.further:
+        for sequence in self.other_groups:
             sequence.seed = seed
 
     @property
@@ -164,7 +164,7 @@ class CachedSequence:
         """Tokens that may not change: the compressed ones, those that others may read in the same pages, and those
         without which a window would not be whole."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
-        return max(self.compressed, self.shared, *self.readings, whole, *(sequence.fixed for sequence in self.further))
+        return max(self.compressed, self.shared, *self.readings, whole, *(one.fixed for one in self.other_groups))
 
     @property
     def oldest(self) -> int:
@@ -176,7 +176,7 @@ class CachedSequence:
         return 0 if self.window is None else max(0, length - self.window)
 
     @property
-    def standing(self) -> SegmentState:
+    def segment_state(self) -> SegmentState:
         """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.path)
 
@@ -219,7 +219,7 @@ class Span(NamedTuple):
 
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int
     static_tokens: int
     num_pages: int
@@ -250,7 +250,7 @@ class Outline:
     def fork(cls, parent: CachedSequence, length: int) -> Outline:
         """The first ``length`` tokens of ``parent``, a fork point."""
         path = (segment.prefix(segment.slot, length) for segment in parent.path if segment.first < length)
-        spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
+        spans = (Span(x.first, x.end, x.valid_until, x.fitted, x.static_tokens, len(x.pages)) for x in path)
         return cls(tuple(spans), length, length)
 
     @property
@@ -259,7 +259,7 @@ class Outline:
         return self.spans[-1].compressed if self.spans else 0
 
     @property
-    def standing(self) -> SegmentState:
+    def segment_state(self) -> SegmentState:
         """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.spans)
 
@@ -272,8 +272,8 @@ class Tables:
 
     Attributes:
         padding_slot, padding_segment_slot: those after the last.
-        length, compressed, reach: int64 [slots], tokens cached, tokens compressed, and the position up to which pages
-            of generated tokens may be compressed on the last segment's state.
+        length, compressed, valid_until: int64 [slots], tokens cached, tokens compressed, and the position up to which
+            pages of generated tokens may be compressed on the last segment's state.
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
@@ -295,7 +295,8 @@ class Tables:
         device: torch.device,
     ) -> None:
         self.padding_slot, self.padding_segment_slot = slots, segment_slots
-        self.length, self.compressed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
+        self.length, self.compressed, self.valid_until = np.zeros((3, slots + 1), np.int64)
+        self.static_pages, self.segments = np.zeros((2, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
         self.seed = np.zeros(slots + 1, np.uint64)
         self.segment_slots = np.full((slots + 1, MAX_SEGMENTS), segment_slots, np.int64)
@@ -309,8 +310,9 @@ class Tables:
     def write(self, sequence: CachedSequence) -> None:
         """Writes the numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
-        at = sequence.standing
-        self.compressed[slot], self.reach[slot], self.segments[slot] = at.compressed, at.generated_reach, len(path)
+        at = sequence.segment_state
+        self.compressed[slot], self.valid_until[slot] = at.compressed, at.generated_valid_until
+        self.segments[slot] = len(path)
         for number, segment in enumerate(path):
             self.segment_slots[slot, number] = segment.slot
             self.first[segment.slot], self.end[segment.slot] = segment.first, segment.compressed
@@ -350,7 +352,7 @@ class Tables:
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""
-        for array in (self.length, self.compressed, self.reach, self.static_pages, self.segments, self.seed):
+        for array in (self.length, self.compressed, self.valid_until, self.static_pages, self.segments, self.seed):
             array[slot] = 0
 
 

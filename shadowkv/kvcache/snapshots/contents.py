@@ -32,7 +32,7 @@ class GroupContents:
         self.layers = layout.layers if layout.shape.num_layers < layout.model_layers else ()
 
     def header(
-        self, sequence: CachedSequence, start: int, stop: int | None, further: tuple[SnapshotHeader, ...] = ()
+        self, sequence: CachedSequence, start: int, stop: int | None, other_groups: tuple[SnapshotHeader, ...] = ()
     ) -> SnapshotHeader:
         """The header of a snapshot of the group's ``sequence`` (``Snapshots.describe``), with those of other groups."""
         content = self._content(sequence, start, stop)
@@ -50,7 +50,7 @@ class GroupContents:
             layer_bytes=layer_bytes,
             layers=self.layers,
             window=self.layout.window or 0,
-            further=further,
+            other_groups=other_groups,
         )
 
     def outline(self, chain: Sequence[Link], before: Outline, start: int, capacity: int) -> Outline:
@@ -76,7 +76,7 @@ class GroupContents:
             SnapshotSegment(
                 first=segment.first,
                 end=segment.end,
-                reach=segment.reach,
+                valid_until=segment.valid_until,
                 fitted=segment.fitted,
                 static_tokens=segment.static_tokens,
                 num_pages=(segment.compressed - max(start, segment.first)) // PAGE,

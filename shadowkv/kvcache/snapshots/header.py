@@ -85,7 +85,7 @@ class SnapshotSegment:
     """A segment of a sequence, or its newer part.
 
     Attributes:
-        first, end, reach, fitted, static_tokens: as in ``Segment``.
+        first, end, valid_until, fitted, static_tokens: as in ``Segment``.
         num_pages: compressed pages that are in this snapshot.
         continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
             pages before the snapshot's start.
@@ -93,7 +93,7 @@ class SnapshotSegment:
 
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int
     static_tokens: int
     num_pages: int
@@ -110,8 +110,8 @@ class SnapshotSegment:
     def cut(self, start: int, stop: int) -> SnapshotSegment:
         """The segment for a sequence that continues differently after position ``stop`` (``Segment.prefix``)."""
         count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
-        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
-        return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
+        end, valid_until, fitted = cut_short(self.end, self.valid_until, self.fitted, stop)
+        return replace(self, end=end, valid_until=valid_until, fitted=fitted, num_pages=count)
 
 
 class Cut(NamedTuple):
@@ -145,7 +145,7 @@ class SnapshotHeader:
         layers: which layers have them, where not all do; else empty.
         window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
             first of them after ``start``. 0 where it sees all.
-        further: headers of the other groups of layers: the same tokens in the same form, of other layers.
+        other_groups: headers of the other groups of layers: the same tokens in the same form, of other layers.
     """
 
     form: str
@@ -159,7 +159,7 @@ class SnapshotHeader:
     layer_bytes: int
     layers: tuple[int, ...] = ()
     window: int = 0
-    further: tuple[SnapshotHeader, ...] = ()
+    other_groups: tuple[SnapshotHeader, ...] = ()
 
     def __post_init__(self) -> None:
         for reason in contradictions(self):
@@ -168,7 +168,7 @@ class SnapshotHeader:
     @property
     def of_groups(self) -> tuple[SnapshotHeader, ...]:
         """The headers of all groups of layers."""
-        return (self, *self.further)
+        return (self, *self.other_groups)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +178,7 @@ class SnapshotHeader:
     @property
     def runs(self) -> tuple[int, int]:
         """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
-        return (1, self.nbytes) if self.further else (self.num_layers, self.layer_bytes)
+        return (1, self.nbytes) if self.other_groups else (self.num_layers, self.layer_bytes)
 
     @cached_property
     def _of_layers(self) -> list[tuple[SnapshotHeader, int]]:
@@ -222,15 +222,15 @@ class SnapshotHeader:
     def to_json(self) -> str:
         """JSON for ``from_json``."""
         fields = asdict(self)
-        if not (self.further or self.window):  # as from before there were groups
-            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "further")} | FORMER
+        if not (self.other_groups or self.window):  # as from before there were groups
+            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "other_groups")} | FORMER
         return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
         """A header from untrusted text; raises ValueError that says what is wrong."""
         header = dataclass_json.from_json(SnapshotHeader, text, FORMER)
-        if header.layers and not header.further:
+        if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
         return header
 
@@ -308,7 +308,7 @@ def _of_segments(header: SnapshotHeader) -> Iterator[str]:
         yield from _out_of(
             ("first token of a segment", segment.first, 0 if segment.continued else at, at),
             ("end of a segment", segment.end, segment.first + 1, MOST["tokens"]),
-            ("reach of a segment", segment.reach, segment.end, UNLIMITED),
+            ("valid_until of a segment", segment.valid_until, segment.end, UNLIMITED),
             ("static tokens", segment.static_tokens, 0, MOST["tokens"]),
             (
                 "pages of a segment",
@@ -355,15 +355,17 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
 
 
 def _of_groups(header: SnapshotHeader) -> Iterator[str]:
-    for group in header.further:
-        if group.further:
+    for group in header.other_groups:
+        if group.other_groups:
             yield "a group of layers has groups"
         if (group.form, group.start, group.length) != (header.form, header.start, header.length):
             yield "its groups of layers are not of the same tokens in the same form"
         if group.num_layers != header.num_layers:
             yield f"its groups are of models of {header.num_layers} and {group.num_layers} layers"
     layers = sorted(layer for group in header.of_groups for layer in group.layers)
-    if header.further and (layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)):
+    if header.other_groups and (
+        layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)
+    ):
         yield f"its groups have other layers than each of {header.num_layers} once"
 
 

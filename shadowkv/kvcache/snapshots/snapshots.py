@@ -50,8 +50,8 @@ class Snapshots:
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
         if stop is not None and stop < start:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
-        first, *further = enumerate(self._contents)
-        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in further)
+        first, *other_groups = enumerate(self._contents)
+        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in other_groups)
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
