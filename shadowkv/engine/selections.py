@@ -140,7 +140,7 @@ class SelectionRecord:
         return [coded_scores(self._cache, layer, q, batch.compressed, at, first) for at in rows]
 
     def _exact(self, number: int) -> list[tuple[int, int]]:
-        """Runs of positions that are not weighted: the sink and the newest tokens."""
+        """Ranges of positions that are not weighted: the sink and the newest tokens."""
         (length, compressed), sink = self._lengths[number], self._spec.sink_chunks * self._spec.chunk
         if not self._everything[number]:
             return [(0, sink), (compressed, length + 1)]

@@ -411,10 +411,10 @@ class FanOut:
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {
-            group.layers[run.start]  # layers that are alike in every cache are stored together
+            group.layers[layers.start]  # layers that are alike in every cache are stored together
             for cache in self.caches
             for group in cache.layout.groups
-            for run in neighbours(group.layers)
+            for layers in neighbours(group.layers)
         }
         first = self.caches[0].prefill_batch(works[0], bounds)
         others = zip(self.caches[1:], works[1:], strict=True)

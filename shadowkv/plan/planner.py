@@ -17,7 +17,7 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import on_gpus, planned_runs
+from shadowkv.models.storage import on_gpus, planned_row_blocks
 from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
@@ -152,7 +152,7 @@ class Planner:
         self.hit_rate, self.fetch_buffer, self.forms = hit_rate, fetch_buffer, forms
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
-        model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
+        model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
         self.weights, self.weight_bytes = model.weights_description, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None

@@ -39,7 +39,7 @@ IDLE_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A run of pages that was computed together.
+    """Pages that were computed together.
 
     Attributes:
         uid: identifies it as long as it is in any tier; it says nothing about its tokens.
@@ -293,7 +293,7 @@ class PrefixCache:
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are, at most ``limit`` runs of pages, and how many there are; on the engine's thread."""
+        """Where cached prompts are, at most ``limit`` segments, and how many there are; on the engine's thread."""
         return segments_of(self._tree, self._copies, self._kept, limit)
 
     @property

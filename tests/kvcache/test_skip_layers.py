@@ -100,7 +100,7 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
     assert 0 < point < stream.length
     whole = cache.snapshots.export(stream.sequence)
     header = SnapshotHeader.from_json(whole.header.to_json())
-    assert header == whole.header and header.other_groups and header.runs == (1, header.nbytes)
+    assert header == whole.header and header.other_groups and header.pieces == (1, header.nbytes)
     spans = [header.span(layer) for layer in range(SHAPE.num_layers)]
     assert all(one.stop == other.start for one, other in pairwise(spans)) and spans[-1].stop == len(whole.data[0])
     stream.outputs = []

@@ -77,8 +77,8 @@ class Fetching:
         return 2 if self._stream is not None and short and much else 1
 
     def portions(self, batch: CompressedBatch) -> list[slice]:
-        """Runs of rows that are fetched one after the other; a single run where there is no bus or another micro-batch
-        uses the time."""
+        """Portions of rows, which are fetched one after the other; a single one where there is no bus, or another
+        micro-batch uses the time."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)

@@ -72,7 +72,7 @@ class CompressedTokens:
     values: Tensor
 
     def split(self, count: int) -> Iterator[CompressedTokens]:
-        """Runs of at most ``count`` pages."""
+        """Portions of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
             yield CompressedTokens(
@@ -318,7 +318,7 @@ class ScoredIndex(IndexPart):
     @abstractmethod
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf where not
-        selectable; and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
+        selectable; and log-sum-exps of them over disjoint ranges of chunks, float32 [B, H, G, T]."""
 
 
 class RankedIndex(IndexPart):

@@ -32,7 +32,7 @@ UNLIMITED = 2**62
 """``valid_until`` of a state that serves everything after it."""
 
 
-class CompressedRun(Protocol):
+class SegmentLike(Protocol):
     """Tokens that one state serves, as a ``Segment`` has them."""
 
     @property
@@ -62,7 +62,7 @@ class SegmentState:
     generated_valid_until: int = 0
 
     @classmethod
-    def behind(cls, path: Sequence[CompressedRun]) -> SegmentState:
+    def behind(cls, path: Sequence[SegmentLike]) -> SegmentState:
         """The state of a sequence with these segments."""
         if not path:
             return cls()

@@ -3,7 +3,7 @@ that kernels read.
 
 Tokens of a dense sequence are all exact. A compressed one has compressed pages [0, compressed), the exact copies of its
 sink and outliers (per kv head) and an exact tail [compressed, length) in a ring of pages. Its compressed pages are cut
-into segments: runs that one fitted state serves. Pages of a segment never change once they are compressed, and neither
+into segments, each with one fitted state. Pages of a segment never change once they are compressed, and neither
 does its state, so that any number of sequences can refer to them; each holds a reference to their blocks
 (``memory.arenas.BlockPool``).
 """

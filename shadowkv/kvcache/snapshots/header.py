@@ -176,8 +176,8 @@ class SnapshotHeader:
         return self.span(self.num_layers - 1).stop
 
     @property
-    def runs(self) -> tuple[int, int]:
-        """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
+    def pieces(self) -> tuple[int, int]:
+        """Number of pieces of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
         return (1, self.nbytes) if self.other_groups else (self.num_layers, self.layer_bytes)
 
     @cached_property
@@ -240,14 +240,14 @@ class Snapshot:
     """A header and its bytes.
 
     Attributes:
-        data: uint8 [*header.runs], on any device.
+        data: uint8 [*header.pieces], on any device.
     """
 
     header: SnapshotHeader
     data: Tensor
 
     def __post_init__(self) -> None:
-        shape = self.header.runs
+        shape = self.header.pieces
         if self.data.dtype != torch.uint8 or self.data.shape != shape:
             raise ValueError(f"a snapshot's bytes are uint8 {shape}, not {self.data.dtype} {tuple(self.data.shape)}")
 

@@ -102,7 +102,7 @@ class Snapshots:
         cache's device."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
-            snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.device))
+            snapshot = Snapshot(header, torch.empty(header.pieces, dtype=torch.uint8, device=self.device))
             for layer in range(header.num_layers):
                 reading.read_layer(layer, snapshot.layer(layer))
         return snapshot

@@ -1,6 +1,6 @@
 """A radix tree over pages of token ids, and which sequences can be forked after which of them.
 
-A node is a run of pages that were computed together after a page of its parent. Its first page's name stands for
+A node is pages that were computed together after a page of its parent. Its first page's name stands for
 all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
 have the same tokens, where several requests computed them at once: the longest match is taken.
 """
