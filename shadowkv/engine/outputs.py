@@ -36,8 +36,8 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Cells that a layer, which stands for a group of layers, attended to most, in ascending order.
+class LayerSelections:
+    """Cells that a layer attended to most, in ascending order. It stands for a group of layers.
 
     Attributes:
         layers: the first of the group, and the one after the last.
@@ -72,7 +72,7 @@ class TokenSelections:
     cell: int
     everything: bool
     exact: list[tuple[int, int]]
-    groups: list[LayerGroup]
+    groups: list[LayerSelections]
 
 
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.engine.outputs import LayerGroup, TokenSelections
+from shadowkv.engine.outputs import LayerSelections, TokenSelections
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
@@ -172,7 +172,7 @@ class SelectionRecord:
             cells = np.sort(np.argsort(-of_cells, kind="stable")[:MAX_CELLS])
             cells = cells[of_cells[cells] > 0]
             groups.append(
-                LayerGroup((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
+                LayerSelections((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
             )
         length, _ = self._lengths[number]
         return TokenSelections(length + 1, self._cell, self._everything[number], self._exact(number), groups)

@@ -21,7 +21,7 @@ from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.registry import Ops
 
@@ -56,7 +56,7 @@ class LayerGroup:
                 raise ValueError(
                     f"layer {layer} of the model has no {', '.join(lacking)}, which the policy's parts need"
                 )
-        self.store = Store(layout, ops, rotary, slots, memory, device, weights)
+        self.store = GroupStore(layout, ops, rotary, slots, memory, device, weights)
         self.pool = SequencePool(self.store, slots, layout.max_model_len)
         self.compression = Compression(self.store, self.pool.tables)
         self.storing = Storing(self.store, self.pool, self.compression)

@@ -13,13 +13,13 @@ from torch import Tensor
 from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import Tables
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 
 class Compression:
     """Writes compressed pages, for prefill and for decode."""
 
-    def __init__(self, store: Store, tables: Tables) -> None:
+    def __init__(self, store: GroupStore, tables: Tables) -> None:
         self.store, self.parts, self.tables = store, store.layout.parts, tables
         self.spec = store.layout.spec
 

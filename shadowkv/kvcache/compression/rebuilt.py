@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.store import CachedSegment, Store
+from shadowkv.kvcache.sequences.store import CachedSegment, GroupStore
 
 SPAN_PAGES = 512
 """Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
@@ -23,7 +23,7 @@ SPAN_PAGES = 512
 class RebuiltTokens:
     """Compressed tokens of one segment at a time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: GroupStore) -> None:
         self.store, self.parts, self.ops = store, store.layout.parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.across_bus = self.spec.place == "host"

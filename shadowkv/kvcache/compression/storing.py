@@ -19,7 +19,7 @@ from shadowkv.kvcache.policy.growth import fitted_with_earlier
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 
 class Storing:
@@ -30,7 +30,7 @@ class Storing:
         rebuilt: what is compressed already, as plain keys and values.
     """
 
-    def __init__(self, store: Store, pool: SequencePool, compression: Compression) -> None:
+    def __init__(self, store: GroupStore, pool: SequencePool, compression: Compression) -> None:
         self.store, self.pool, self.compression = store, pool, compression
         self.layout, self.parts, self.ops = store.layout, store.layout.parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape

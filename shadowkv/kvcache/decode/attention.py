@@ -18,7 +18,7 @@ from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 SelectionHook = Callable[[int, Tensor, CompressedBatch, Selection], Selection]
@@ -52,7 +52,7 @@ class Decode:
         query_hook: the same for queries, whatever they attend to.
     """
 
-    def __init__(self, store: Store, compression: Compression) -> None:
+    def __init__(self, store: GroupStore, compression: Compression) -> None:
         self.store, self.compression = store, compression
         self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
         self.side_stream = SideStream(store.compute, captured=True)

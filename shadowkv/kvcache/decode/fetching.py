@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
@@ -54,7 +54,7 @@ class Fetch:
 class Fetching:
     """The buffers of a store that has them."""
 
-    def __init__(self, store: Store, side_stream: SideStream) -> None:
+    def __init__(self, store: GroupStore, side_stream: SideStream) -> None:
         of_all_layers = store.buffer
         assert of_all_layers is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]

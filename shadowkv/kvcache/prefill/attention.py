@@ -20,7 +20,7 @@ from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, Store
+from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
 from shadowkv.ops.attend_selected.sources import DenseRows
 
 
@@ -31,7 +31,7 @@ class Prefill:
         sparse: attention over blocks of keys, where the policy's prefill is sparse.
     """
 
-    def __init__(self, store: Store, storing: Storing, sparse: SparsePrefill | None) -> None:
+    def __init__(self, store: GroupStore, storing: Storing, sparse: SparsePrefill | None) -> None:
         self.store, self.storing, self.ops, self.sparse = store, storing, store.ops, sparse
         self.layout = store.layout
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.

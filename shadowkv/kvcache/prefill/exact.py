@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 MAX_PROMPTS = 15
 """New prompts in such a pass."""
@@ -77,7 +77,7 @@ def exact_prompts(starts: Tensor, numbers: Tensor, rows: int, tables: Tables) ->
 class ExactPrefill:
     """What a group of layers does with such prompts (``batch.PartHandler``)."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: GroupStore) -> None:
         self.store, self.ops, self.window = store, store.ops, store.layout.window
 
     @property

@@ -16,7 +16,7 @@ from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SegmentState
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import PageCount
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
-from shadowkv.kvcache.sequences.store import Store, exact_rows
+from shadowkv.kvcache.sequences.store import GroupStore, exact_rows
 
 
 class SequencePool:
@@ -32,7 +32,7 @@ class SequencePool:
         pools: pools of blocks, by name: the tiers, ``segment_slots`` and ``sequences``.
     """
 
-    def __init__(self, store: Store, slots: int, max_model_len: int) -> None:
+    def __init__(self, store: GroupStore, slots: int, max_model_len: int) -> None:
         self.store, self.layout, self.max_model_len = store, store.layout, max_model_len
         fixed, longest = self.layout.fixed_blocks(slots), self.layout.most_pages(max_model_len)
         self.pools: dict[str, BlockPool] = {

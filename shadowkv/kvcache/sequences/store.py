@@ -52,7 +52,7 @@ def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Cal
     return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
-class Store(CompressedStore):
+class GroupStore(CompressedStore):
     """Tensors by name and layer of the group, those that parts see and all others.
 
     Attributes:

@@ -22,7 +22,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
-from shadowkv.kvcache.sequences.store import ExactRows, Store, exact_rows
+from shadowkv.kvcache.sequences.store import ExactRows, GroupStore, exact_rows
 from shadowkv.kvcache.snapshots.header import Cut, Link, SnapshotField, SnapshotHeader
 
 COPIED_AT_ONCE = 8192
@@ -103,7 +103,7 @@ class SnapshotLocations:
         held: ids of the device pages, the host pages and the states that it is in.
     """
 
-    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
+    def __init__(self, store: GroupStore, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
         self._store, self._numbers = store, Numbers()
         self._fields = {field.name: field for field in header.fields}
         self._locations = list[Callable[[Tensor], Location]]()
