@@ -53,7 +53,7 @@ class SelectionRecord:
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
-        number, group = max(enumerate(cache.layout.groups), key=lambda numbered: _tells(numbered[1]))
+        number, group = max(enumerate(cache.layout.groups), key=lambda numbered: _preference(numbered[1]))
         layers = [] if group.window is not None else list(group.layers)
         self._cache, self._rows, self._spec = cache, rows, group.spec
         self._sequences = [sequence.of_group(number) for sequence in sequences]
@@ -178,6 +178,6 @@ class SelectionRecord:
         return TokenSelections(length + 1, self._cell, self._everything[number], self._exact(number), groups)
 
 
-def _tells(group: GroupLayout) -> tuple[bool, bool, int]:
+def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
     """The greatest is the group that is looked at: in the others everything or only a window is attended to."""
     return group.window is None, group.spec.selects, len(group.layers)

@@ -351,8 +351,8 @@ def segments_of(
         return not node.holders, copy is None or not copy.on_host, -node.used
 
     nearest = sorted(nodes, key=distance)
-    told = sorted(nearest[:limit], key=lambda node: node.first)
-    return [_segment(node, copies.get(node), kept) for node in told], len(nearest)
+    shown = sorted(nearest[:limit], key=lambda node: node.first)
+    return [_segment(node, copies.get(node), kept) for node in shown], len(nearest)
 
 
 def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) -> PrefixSegment:
