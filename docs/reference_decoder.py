@@ -73,14 +73,16 @@ class ReferenceLayer:
         later = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
         out = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(later, -math.inf).softmax(-1), v).flatten(1, 2)
 
-        self.sealed = (self.length - LOCAL) // PAGE * PAGE
-        self.tail_k, self.tail_v = rope_k[self.sealed :], v[self.sealed :]
+        self.compressed = (self.length - LOCAL) // PAGE * PAGE
+        self.tail_k, self.tail_v = rope_k[self.compressed :], v[self.compressed :]
         self.fit(q[-OBSERVED:], k, rope_k)
-        exact = self.exact_chunks(rope_k[: self.sealed])
+        exact = self.exact_chunks(rope_k[: self.compressed])
         tokens = (exact[..., None] * self.chunk + torch.arange(self.chunk)).flatten(1).T[..., None]  # [tokens, H, 1]
         self.static_k, self.static_v = (x.gather(0, tokens.expand(-1, -1, x.shape[2])) for x in (rope_k, v))
-        self.excluded = torch.zeros(self.heads, self.sealed // self.chunk, dtype=torch.bool).scatter_(1, exact, True)
-        self.seal(k[: self.sealed], rope_k[: self.sealed], v[: self.sealed])
+        self.excluded = torch.zeros(self.heads, self.compressed // self.chunk, dtype=torch.bool).scatter_(
+            1, exact, True
+        )
+        self.compress(k[: self.compressed], rope_k[: self.compressed], v[: self.compressed])
         return out
 
     def fit(self, queries: Tensor, k: Tensor, rope_k: Tensor) -> None:
@@ -117,7 +119,7 @@ class ReferenceLayer:
         outliers = likeness[sink.shape[1] :].topk(self.outliers, dim=0, largest=False).indices.T + sink.shape[1]
         return torch.cat((sink, outliers), dim=1)
 
-    def seal(self, k: Tensor, rope_k: Tensor, v: Tensor) -> None:
+    def compress(self, k: Tensor, rope_k: Tensor, v: Tensor) -> None:
         """Compresses full pages: latents of keys, what the index needs, values."""
         latents = (k.flatten(1).float() - self.mean) @ self.basis.T / self.step
         if self.turbo:
@@ -137,13 +139,13 @@ class ReferenceLayer:
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [H_q, d] of one more token, q [H_q, d], k and v [H, d]."""
         if (
-            self.length - self.sealed >= LOCAL + PAGE
+            self.length - self.compressed >= LOCAL + PAGE
         ):  # the oldest page of the tail is no longer among the newest tokens
             page_k, page_v = self.tail_k[:PAGE], self.tail_v[:PAGE]
             self.tail_k, self.tail_v = self.tail_k[PAGE:], self.tail_v[PAGE:]
-            self.seal(self.rope(page_k, self.sealed, inverse=True), page_k, page_v)
+            self.compress(self.rope(page_k, self.compressed, inverse=True), page_k, page_v)
             self.excluded = torch.nn.functional.pad(self.excluded, (0, PAGE // self.chunk))
-            self.sealed += PAGE
+            self.compressed += PAGE
         q, k = self.rope(q[None], self.length)[0], self.rope(k[None], self.length)
         self.tail_k, self.tail_v = torch.cat((self.tail_k, k)), torch.cat((self.tail_v, v[None]))
         selected, log_weight = self.select(q)  # [H, chunks]: which, and the logarithm of how many each stands for

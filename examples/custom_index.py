@@ -20,8 +20,8 @@ from shadowkv import KVSpec
 from shadowkv.cli import main as shadowkv
 from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import CompressedTokens, RankedIndex
 from shadowkv.ops.page import PAGE
 from shadowkv.settings import POSITIVE, setting
 
@@ -37,11 +37,11 @@ class SmallNorms(RankedIndex):
         # Arrays of a page of 64 tokens in one layer: pools, planner and admission count their bytes from here.
         return (Field("key_norms", (self.shape.num_kv_heads, PAGE), torch.float32),)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         norms = tokens.rope_keys.float().norm(self.settings.order, dim=-1)  # [L, n, 64, H], of pages that are full
         store.write("key_norms", tokens.layers, tokens.pages, norms.transpose(2, 3))
 
-    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         norms = store.page["key_norms"][layer][batch.pages]  # [B, P, H, 64]
         chunks = norms.transpose(1, 2).flatten(2).unflatten(-1, (-1, self.spec.chunk))
         return -chunks.amin(-1)  # [B, H, P * C]: the largest first, none above 0

@@ -44,7 +44,7 @@ from shadowkv.prefix_cache.page_names import PageNames
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
-"""An opening question is longer than what stays exact after a document, which is then sealed as its prompt is."""
+"""An opening question is longer than what stays exact after a document, which is then compressed as its prompt is."""
 MIN_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]

@@ -1,7 +1,7 @@
 """A model of two small layers with random weights, for soak and fuzz tests, in which speed does not matter; its server.
 
-Its policy seals, rebuilds and fetches like any other, yet loses nothing (all ranks, all chunks selected): whatever else
-shares the batch or the cache with a request, its answer must be the same up to rounding.
+Its policy compresses, rebuilds and fetches like any other, yet loses nothing (all ranks, all chunks selected): whatever
+else shares the batch or the cache with a request, its answer must be the same up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENGINE: dict[str, Any] = {
     "kv": "shadowkv:rank=32,budget=1.0,outliers=4",
     "kv_dense_below": 0,
 }
-"""Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are sealed."""
+"""Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are compressed."""
 SLOTS = 16
 SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
 """It keeps finished sequences only in free slots."""

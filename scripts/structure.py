@@ -25,8 +25,8 @@ there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lin
 `robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
-from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers
-(`kvcache/memory/arenas.py` says how a page is named).
+from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all layers
+(`kvcache/memory/arenas.py` says what a page id is).
 
 ## Where a method is
 

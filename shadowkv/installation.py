@@ -67,10 +67,10 @@ def _requirements(extra: str) -> list[str]:
 def _source() -> Path | None:
     """The folder or sdist that pip built this installation from; None for a wheel."""
     installed = _distribution()
-    told = installed and installed.read_text("direct_url.json")
-    if not told:
+    text = installed and installed.read_text("direct_url.json")
+    if not text:
         return None
-    url = urlsplit(json.loads(told)["url"])
+    url = urlsplit(json.loads(text)["url"])
     return None if url.scheme != "file" or url.path.endswith(".whl") else Path(url2pathname(url.path))
 
 

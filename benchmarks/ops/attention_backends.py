@@ -115,10 +115,10 @@ def large_pages_step(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """flash-attn's decode over k, v [B, m, H, d] in pages of 256 tokens."""
     from flash_attn import flash_attn_with_kvcache
 
-    (batch, length), names = k.shape[:2], torch.arange(k.shape[0] * k.shape[1] // LARGE_PAGE, device=k.device)
+    (batch, length), page_ids = k.shape[:2], torch.arange(k.shape[0] * k.shape[1] // LARGE_PAGE, device=k.device)
     pages = [x.view(-1, LARGE_PAGE, *x.shape[2:]) for x in (k, v)]
     lengths = torch.full((batch,), length, dtype=torch.int32, device=k.device)
-    table = names.int().view(batch, -1)
+    table = page_ids.int().view(batch, -1)
     return lambda: flash_attn_with_kvcache(q[:, None], *pages, cache_seqlens=lengths, block_table=table)[:, 0]
 
 

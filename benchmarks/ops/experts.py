@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.ops.timing import READ_SPEED, Row, bench, microseconds
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.checkpoints.quantised.registry import SHAPES
 from shadowkv.models.filling import fill_random
 from shadowkv.ops.grouped_matmul import cuda
@@ -53,7 +53,7 @@ def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, 
             lambda x, offsets: reference.grouped_quantised_matmul(x, [looped], offsets),
             plain.nbytes // experts,
         )
-    matrix = QuantisedMatrix(columns, [Run(experts * rows, SHAPES[form])], dtype=torch.bfloat16, device=device)
+    matrix = QuantisedMatrix(columns, [RowBlock(experts * rows, SHAPES[form])], dtype=torch.bfloat16, device=device)
     fill_random(matrix, torch.Generator(device).manual_seed(0))
     stored = [*matrix.stored(0, matrix.num_rows)]
     packed = matrix.pack_experts(experts)

@@ -48,11 +48,11 @@ def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
     views = tier.views(fields)
     for layer in range(layers):
         tier.arena[layer].view(dtype).normal_()
-    names = torch.tensor(tier.allocate(sum(used)))[torch.randperm(sum(used))]
+    page_ids = torch.tensor(tier.allocate(sum(used)))[torch.randperm(sum(used))]
     pages = torch.zeros(len(lengths), max(used), dtype=torch.int64)
     counts = torch.zeros_like(pages)
     for row, (length, count) in enumerate(zip(lengths, used)):
-        pages[row, :count], names = names[:count], names[count:]
+        pages[row, :count], page_ids = page_ids[:count], page_ids[count:]
         counts[row, :count] = (length - PAGE * torch.arange(count)).clamp(max=PAGE)
     q = torch.randn(len(lengths), heads * group, dim).to(device, dtype)
     pages, counts = pages.to(device), counts.to(device)
@@ -62,9 +62,9 @@ def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
 def plain(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """A float64 softmax per sequence."""
     outs, sums = [], []
-    for query, names, rows in zip(q.double(), pages, counts):
+    for query, page_ids, rows in zip(q.double(), pages, counts):
         valid = (torch.arange(PAGE, device=q.device) < rows[:, None]).flatten()
-        keys, values = (x[names].transpose(0, 1).flatten(1, 2)[:, valid].double() for x in (k, v))
+        keys, values = (x[page_ids].transpose(0, 1).flatten(1, 2)[:, valid].double() for x in (k, v))
         scores = query.view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
         outs.append((scores.softmax(-1) @ values).flatten(0, 1))
         sums.append(scores.logsumexp(-1).flatten())

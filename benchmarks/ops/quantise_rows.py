@@ -1,8 +1,8 @@
 """Coded rows on a GPU: time to store 61440 tokens of 8 heads, and bytes read and written per second.
 
-Rows of one layer of exact pages go in pieces of 512 pages, as in sealing, into pages of an arena. Rows in float32 are
-keys with their mean subtracted. Counted bytes are rows, codes and scales. ``back us`` is the time to rebuild the same
-rows in bfloat16. Rebuilt rows of the first pages are checked against what the reference decodes of its own codes.
+Rows of one layer of exact pages go in pieces of 512 pages, as in compression, into pages of an arena. Rows in float32
+are keys with their mean subtracted. Counted bytes are rows, codes and scales. ``back us`` is the time to rebuild the
+same rows in bfloat16. Rebuilt rows of the first pages are checked against what the reference decodes of its own codes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of ``sign_scores``: signs and scales
 of all valid pages; float16 scores, 1/68 of those bytes at head dim 128, are written as well. Each call follows one of
 ``sketch_queries``, which is included and also timed alone. Counted bytes of ``select_by_sketch``: both planes and the
-scales of the kept runs, which are random ones, and the coarse scores; page names and the result are extra. Where a call
+scales of the kept runs, which are random ones, and the coarse scores; page ids and the result are extra. Where a call
 reads less than the second-level cache holds, each has its own rows. The first rows of every shape are checked.
 """
 

@@ -47,14 +47,14 @@ def arena(fields: Sequence[Field], rows: int, columns: int, most_layers: int = 1
         most_layers: if more than one, layers have 1 GB in total, so that none is found in a cache; two at the least.
 
     Returns:
-        A view of each field, [layers, ...], and names of pages [rows, columns], shuffled.
+        A view of each field, [layers, ...], and page ids [rows, columns], shuffled.
     """
     size, device = -(-sum(field.nbytes for field in fields) // 256) * 256, torch.device("cuda")
     layers = 1 if most_layers == 1 else max(2, min(most_layers, 2**30 // (size * rows * columns)))
     tier = Tier("device", layers, size, rows * columns, device)
     tier.arena.random_()
-    names = torch.tensor(tier.allocate(rows * columns)).to(device)
-    return tier.views(fields), names[torch.randperm(len(names), device=device)].view(rows, columns)
+    page_ids = torch.tensor(tier.allocate(rows * columns)).to(device)
+    return tier.views(fields), page_ids[torch.randperm(len(page_ids), device=device)].view(rows, columns)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> float:

@@ -37,7 +37,7 @@ from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.suites.ruler import TASKS
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.inspection import decode_part, exact_elsewhere, exact_keys, exact_values, sealed_rows
+from shadowkv.kvcache.inspection import compressed_rows, decode_part, exact_elsewhere, exact_keys, exact_values
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import POLICY_HELP, PRESETS, preset
@@ -239,10 +239,10 @@ def _device(name: str) -> str:
 def distortions(
     loaded: LoadedModel, specs: Sequence[KVSpec], prompts: Sequence[Sequence[int]]
 ) -> list[tuple[float, float]]:
-    """D of keys and of values for each policy: ||x - x'||^2 / ||x||^2, the mean over all rows that are sealed.
+    """D of keys and of values for each policy: ||x - x'||^2 / ||x||^2, the mean over all rows that are compressed.
 
     A row is a kv head's key after RoPE, or its value, of one token in one layer, as exact prefill made it; x' is what
-    decode attends to in its place. Sink, outliers and the exact tail are not such rows. 0 if nothing is sealed.
+    decode attends to in its place. Sink, outliers and the exact tail are not such rows. 0 if nothing is compressed.
 
     Args:
         prompts: token ids, computed once for all policies.
@@ -264,9 +264,9 @@ def distortions(
 
 
 def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: CachedSequence) -> Iterator[Tensor]:
-    """Relative squared errors of each layer's sealed rows, float64 [2, n]: of keys and of values."""
+    """Relative squared errors of each layer's compressed rows, float64 [2, n]: of keys and of values."""
     dense, coded = decode_part(full, [exact]), decode_part(cache, [sequence])
-    batch = coded.sealed
+    batch = coded.compressed
     if batch is None:
         return
     tokens = batch.pages.shape[1] * PAGE
@@ -274,7 +274,7 @@ def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: Cach
         exact_rows = exact_keys(full, layer, dense.pages[0]), exact_values(full, layer, dense.pages[0])
         stored = ~exact_elsewhere(cache, layer, batch)[0].repeat_interleave(cache.spec.chunk, dim=1)[:, :tokens]
         errors = []
-        for row, decoded in zip(exact_rows, sealed_rows(cache, layer, batch), strict=True):
+        for row, decoded in zip(exact_rows, compressed_rows(cache, layer, batch), strict=True):
             exact_row = row[:, :tokens].double()
             norm = exact_row.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros loses nothing
             errors.append(((exact_row - decoded.double()).square().sum(-1) / norm)[stored])

@@ -19,7 +19,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.sparse import BlockHook
@@ -189,7 +189,7 @@ class ScriptedSelection:
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
         self._layer = cache.shape.num_layers
         spec, heads = cache.spec, cache.shape.num_kv_heads
-        self._rows, chunks = cache.total["segment_slots"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
+        self._rows, chunks = cache.total["segment_slots"] + 1, spec.compressed_pages(tokens) * PAGE // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
         # Row of the script where the current step begins.
         self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
@@ -198,7 +198,7 @@ class ScriptedSelection:
             self._script[step, :-1, :, :k] = chosen[:-1].sort().values
         self._script = self._script.flatten(0, 1)
 
-    def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def __call__(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """The current step's selection; a step begins where a layer follows a later one."""
         width = selected.chunks.shape[-1]
         if layer < self._layer:

@@ -2,8 +2,8 @@
 
 One cell per policy and context: its engine is built, filled with the number of sequences that fits, and decode steps
 are timed in windows; then a few steps are profiled. Cells that already have a JSON file in ``--out`` are not run again.
-Lengths are ragged and pages are fragmented, as after long use: sequences seal at different steps, and their pages are
-in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
+Lengths are ragged and pages are fragmented, as after long use: sequences compress at different steps, and their pages
+are in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
 and values for the others.
 
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
@@ -55,7 +55,7 @@ UTILIZATION = 0.99
 """Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
 RAGGED = 64
-"""Prompts are up to this many tokens shorter than the context: sequences seal at different steps."""
+"""Prompts are up to this many tokens shorter than the context: sequences compress at different steps."""
 
 FLOOR_TOKENS = 1024
 

@@ -118,8 +118,8 @@ def _gpu_problem() -> str:
 
 def _driver() -> str | None:
     try:
-        told = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", DRIVER.read_text())
-        return told and told[1]
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", DRIVER.read_text())
+        return found and found[1]
     except OSError:  # not Linux, or a container without that file
         return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 

@@ -16,7 +16,7 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import load_plan, plan_on
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import planned_runs
+from shadowkv.models.storage import planned_row_blocks
 from shadowkv.ops.registry import NAMES
 
 
@@ -60,7 +60,7 @@ def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto
     if layout.spec.prefill is None:
         layout = layout.with_fields(prefill="sparse" if where.type == "cuda" else "dense")
     fused = FusedLayers.calls if where.type == "cpu" else ()
-    called = Decoder(config, dtype, "meta", planned_runs(Shard(config), forms, dtype)).called_ops.union(
+    called = Decoder(config, dtype, "meta", planned_row_blocks(Shard(config), forms, dtype)).called_ops.union(
         Sampler.calls, fused
     )
     ops = choose_ops(layout, config.rope, where, called, attention_backend=attention_backend)

@@ -173,10 +173,10 @@ class Engine:
         self._open: set[str] = set()
         self._aborted: set[str] = set()
 
-    def when_a_rank_fails(self, tell: Callable[[RankFailure], None]) -> None:
-        """Calls ``tell``, on a separate thread, when a tensor-parallel rank has ended."""
+    def when_a_rank_fails(self, callback: Callable[[RankFailure], None]) -> None:
+        """Calls ``callback``, on a separate thread, when a tensor-parallel rank has ended."""
         if self._ranks is not None:
-            self._ranks.when_failed(tell)
+            self._ranks.when_failed(callback)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

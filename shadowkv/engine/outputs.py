@@ -36,8 +36,8 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Cells that a layer, which stands for a group of layers, attended to most, in ascending order.
+class LayerSelections:
+    """Cells that a layer attended to most, in ascending order. It stands for a group of layers.
 
     Attributes:
         layers: the first of the group, and the one after the last.
@@ -61,9 +61,9 @@ class TokenSelections:
         length: tokens before the one that was chosen.
         cell: tokens of a cell.
         everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
-        exact: runs of positions [first, end) that every layer attended to in addition: the sink, and the newest tokens.
-            Outliers, which policies may keep exact as well, are not reported. Where everything was attended to, the
-            first and the newest tokens, which always get much of it.
+        exact: ranges of positions [first, end) that every layer attended to in addition: the sink, and the newest
+            tokens. Outliers, which policies may keep exact as well, are not reported. Where everything was attended to,
+            the first and the newest tokens, which always get much of it.
         groups: by group of layers, where the attention to the rest went: to what was selected of it, or to all of it.
             Without cells where there is no rest.
     """
@@ -72,7 +72,7 @@ class TokenSelections:
     cell: int
     everything: bool
     exact: list[tuple[int, int]]
-    groups: list[LayerGroup]
+    groups: list[LayerSelections]
 
 
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):

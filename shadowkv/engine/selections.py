@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.engine.outputs import LayerGroup, TokenSelections
+from shadowkv.engine.outputs import LayerSelections, TokenSelections
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
@@ -53,7 +53,7 @@ class SelectionRecord:
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
-        number, group = max(enumerate(cache.layout.groups), key=lambda numbered: _tells(numbered[1]))
+        number, group = max(enumerate(cache.layout.groups), key=lambda numbered: _preference(numbered[1]))
         layers = [] if group.window is not None else list(group.layers)
         self._cache, self._rows, self._spec = cache, rows, group.spec
         self._sequences = [sequence.of_group(number) for sequence in sequences]
@@ -65,8 +65,8 @@ class SelectionRecord:
 
     def __enter__(self) -> SelectionRecord:
         cache = self._cache
-        self._lengths = [(one.length, one.sealed) for one in self._sequences]
-        self._everything = [not (sealed and self._spec.selects) for _, sealed in self._lengths]
+        self._lengths = [(one.length, one.compressed) for one in self._sequences]
+        self._everything = [not (compressed and self._spec.selects) for _, compressed in self._lengths]
         self._layers = [[layers[length % len(layers)] for layers in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
@@ -95,7 +95,7 @@ class SelectionRecord:
             self._ended = torch.cuda.Event()
             self._ended.record()
 
-    def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """Handles a portion of the batch; every layer has the same ones, in the same order."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
@@ -132,19 +132,19 @@ class SelectionRecord:
             return []
         if not self._lengths[number][1]:
             return [exact_scores(self._cache, layer, q, batch.pages[row], first, end)]
-        assert batch.sealed is not None
+        assert batch.compressed is not None
         if not self._portions:
-            slots = enumerate(batch.sealed.slots.tolist())
+            slots = enumerate(batch.compressed.slots.tolist())
             self._portions = [[(at, self._numbers[slot]) for at, slot in slots if slot in self._numbers]]
         rows = [at for at, its_number in self._portions[0] if its_number == number]
-        return [coded_scores(self._cache, layer, q, batch.sealed, at, first) for at in rows]
+        return [coded_scores(self._cache, layer, q, batch.compressed, at, first) for at in rows]
 
     def _exact(self, number: int) -> list[tuple[int, int]]:
-        """Runs of positions that are not weighted: the sink and the newest tokens."""
-        (length, sealed), sink = self._lengths[number], self._spec.sink_chunks * self._spec.chunk
+        """Ranges of positions that are not weighted: the sink and the newest tokens."""
+        (length, compressed), sink = self._lengths[number], self._spec.sink_chunks * self._spec.chunk
         if not self._everything[number]:
-            return [(0, sink), (sealed, length + 1)]
-        newest = sealed or (length + 1 - NEWEST) // self._cell * self._cell
+            return [(0, sink), (compressed, length + 1)]
+        newest = compressed or (length + 1 - NEWEST) // self._cell * self._cell
         first = min(max(sink, self._cell), length + 1)
         return [(0, first), (max(newest, first), length + 1)]
 
@@ -172,12 +172,12 @@ class SelectionRecord:
             cells = np.sort(np.argsort(-of_cells, kind="stable")[:MAX_CELLS])
             cells = cells[of_cells[cells] > 0]
             groups.append(
-                LayerGroup((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
+                LayerSelections((layers[0], layers[-1] + 1), layer, cells.tolist(), of_cells[cells].round(5).tolist())
             )
         length, _ = self._lengths[number]
         return TokenSelections(length + 1, self._cell, self._everything[number], self._exact(number), groups)
 
 
-def _tells(group: GroupLayout) -> tuple[bool, bool, int]:
+def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
     """The greatest is the group that is looked at: in the others everything or only a window is attended to."""
     return group.window is None, group.spec.selects, len(group.layers)

@@ -188,13 +188,13 @@ def free_bytes(device: torch.device) -> int:
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
-    is long enough to be compressed, if any is, with another that shares its prefix, whose answers seal a page, and a
-    later turn after it; a later turn of a short one; and a short one that joins a step of another."""
+    is long enough to be compressed, if any is, with another that shares its prefix, whose answers compress a page, and
+    a later turn after it; a later turn of a short one; and a short one that joins a step of another."""
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
     room = engine.max_model_len - (PAGE + 1) - MORE - 2  # for its answer, a later turn and that turn's answer
     if room < SHORT:
         return []
-    if spec.seals and spec.dense_limit + PAGE <= room:
+    if spec.compresses and spec.dense_limit + PAGE <= room:
         longest = max(longest, spec.dense_limit + PAGE)
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
     again = min(longest, room - 2 * PAGE)  # a prefix of what is computed then, and a few tokens more

@@ -150,7 +150,7 @@ class KVCache:
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
+        """Forgets the newest tokens; compressed and shared ones cannot be forgotten (ValueError)."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
@@ -237,7 +237,7 @@ class KVCache:
             return False
         for group in self.groups:
             own, layout, length = sequence.of_group(group.number), group.layout, sequence.length + tokens
-            after = layout.growth.sealed(own.standing, length, length == own.capacity)
+            after = layout.growth.compressed(own.segment_state, length, length == own.capacity)
             learns = bool(own.state_reserve) and layout.parts.observing
             if own.path or after.tokens or after.fits or learns:
                 return False
@@ -266,7 +266,7 @@ class KVCache:
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """Plans one more token for each of ``sequences`` (at least one), and the sealing that is due before.
+        """Plans one more token for each of ``sequences`` (at least one), and the compression that is due before.
 
         Raises ValueError if one of them is at its capacity.
         """
@@ -291,7 +291,7 @@ class KVCache:
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
         """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
-        what is due has been sealed (``seal_pages``): then only the plan's shapes are used, as a captured graph
+        what is due has been compressed (``compress_pages``): then only the plan's shapes are used, as a captured graph
         requires."""
         of_groups = [None] * len(self.groups) if numbers is None else plan.split(numbers)
         of_all = zip(self.groups, plan.groups, of_groups, strict=True)
@@ -305,18 +305,18 @@ class KVCache:
             tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         )
 
-    def padded_sealing(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """A group's ``GroupPlan.sealing`` for a number of pages that is rounded up."""
-        return padded(numbers, self.groups[number].sealing.padding)
+    def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
+        """A group's ``GroupPlan.compression`` for a number of pages that is rounded up."""
+        return padded(numbers, self.groups[number].compression.padding)
 
     def join_capture(self) -> None:
         """To be called where a capture fails halfway: it could not end before what runs on other streams is joined."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
 
-    def seal_pages(self, number: int, numbers: Tensor) -> None:
-        """Seals pages in all layers of a group: its ``GroupPlan.sealing``, on the device."""
-        self.groups[number].sealing.seal_pages(numbers)
+    def compress_pages(self, number: int, numbers: Tensor) -> None:
+        """Compresses pages in all layers of a group: its ``GroupPlan.compression``, on the device."""
+        self.groups[number].compression.compress_pages(numbers)
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
@@ -410,10 +410,10 @@ class FanOut:
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {
-            group.layers[run.start]  # layers that are alike in every cache are stored together
+            group.layers[layers.start]  # layers that are alike in every cache are stored together
             for cache in self.caches
             for group in cache.layout.groups
-            for run in neighbours(group.layers)
+            for layers in neighbours(group.layers)
         }
         first = self.caches[0].prefill_batch(works[0], bounds)
         others = zip(self.caches[1:], works[1:], strict=True)

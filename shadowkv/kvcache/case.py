@@ -19,9 +19,9 @@ OF_TOKENS = (
     *("append_block", "append_tokens", "apply_rope", "causal_attention", "gather_context", "paged_attention"),
     *("ragged_attention", "rebuild_rows"),
 )
-OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
-"""Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_SEALED_PAGES`` only where it seals.
-Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is sealed."""
+OF_COMPRESSED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
+"""Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_COMPRESSED_PAGES`` only where it
+compresses. Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is compressed."""
 OF_WINDOWS = ("causal_window_attention", "paged_window_attention")
 """Ops that layers with a window call."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
@@ -52,9 +52,9 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS}, 0
     if spec.prefill == "sparse":
         ops |= {*OF_BLOCKS}
-    if spec.seals:
-        ops |= {*OF_SEALED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
-        pages = spec.sealed_pages(layout.max_model_len)
+    if spec.compresses:
+        ops |= {*OF_COMPRESSED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
+        pages = spec.compressed_pages(layout.max_model_len)
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Part, PartHandler
+from shadowkv.kvcache.compression.pages import Compression
+from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.decode.attention import Decode
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
@@ -16,12 +18,10 @@ from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
-from shadowkv.kvcache.sealing.pages import Sealing
-from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.registry import Ops
 
@@ -56,12 +56,12 @@ class LayerGroup:
                 raise ValueError(
                     f"layer {layer} of the model has no {', '.join(lacking)}, which the policy's parts need"
                 )
-        self.store = Store(layout, ops, rotary, slots, memory, device, weights)
+        self.store = GroupStore(layout, ops, rotary, slots, memory, device, weights)
         self.pool = SequencePool(self.store, slots, layout.max_model_len)
-        self.sealing = Sealing(self.store, self.pool.tables)
-        self.storing = Storing(self.store, self.pool, self.sealing)
+        self.compression = Compression(self.store, self.pool.tables)
+        self.storing = Storing(self.store, self.pool, self.compression)
         self.prefill = Prefill(self.store, self.storing, sparse)
-        self.decode = Decode(self.store, self.sealing)
+        self.decode = Decode(self.store, self.compression)
         self.exact = ExactPrefill(self.store)
         self.handlers: dict[type, PartHandler] = {
             DecodeBatch: self.decode,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -30,7 +30,7 @@ def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
+    """RoPE-rotated keys [H, E * 64, d] of exact pages, by their ids, int64 [E] of a ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
@@ -41,8 +41,8 @@ def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
     return group.store.v[at][pages].transpose(0, 1).flatten(1, 2)
 
 
-def sealed_rows(cache: KVCache, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-    """RoPE-rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads
+def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
+    """RoPE-rotated keys and values [H, P * 64, d] of the compressed pages of a batch of one row, as attention reads
     them."""
     group, at = cache.place(layer)
     shape = group.layout.shape.num_kv_heads, batch.pages.shape[1] * PAGE, group.layout.shape.head_dim
@@ -53,14 +53,14 @@ def sealed_rows(cache: KVCache, layer: int, batch: SealedBatch) -> tuple[Tensor,
     return keys, values
 
 
-def exact_elsewhere(cache: KVCache, layer: int, batch: SealedBatch) -> Tensor:
-    """Which chunks bool [R, H, P * C] of a batch's sealed pages are sink or outliers: attended to, not selected."""
+def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tensor:
+    """Which chunks bool [R, H, P * C] of a batch's compressed pages are sink or outliers: attended to, not selected."""
     group, at = cache.place(layer)
     return group.store.excluded(at, batch.pages, batch.first)
 
 
 def selected_scores(
-    cache: KVCache, layer: int, q: Tensor, batch: SealedBatch, selected: Selection, row: int
+    cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection, row: int
 ) -> tuple[Tensor, Tensor]:
     """Positions of the tokens that a row of a selection hook's batch selected, and the scores by which each query head
     attends to them.
@@ -90,7 +90,7 @@ def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: in
 
     Args:
         q: [H_q, d] of its row, after RoPE.
-        pages: int64 [E], names of its exact pages, from its first on.
+        pages: int64 [E], ids of its exact pages, from its first on.
     """
     keys = exact_keys(cache, layer, pages[: -(-end // PAGE)])[:, first:end]
     positions = torch.arange(first, end, device=q.device).expand(len(keys), -1)
@@ -98,9 +98,9 @@ def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: in
 
 
 def coded_scores(
-    cache: KVCache, layer: int, q: Tensor, batch: SealedBatch, row: int, first: int
+    cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, row: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of all tokens from ``first`` on of a row of sealed pages, for a policy that attends to all of them.
+    """The same of all tokens from ``first`` on of a row of compressed pages, for a policy that attends to all of them.
 
     Args:
         q: [H_q, d] of its row, after RoPE.

@@ -63,21 +63,21 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
     spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
     if layout.window is not None:
         return StepReads(exact=min(context, layout.window) * exact_token)
-    if not spec.seals or context <= spec.dense_limit:
+    if not spec.compresses or context <= spec.dense_limit:
         return StepReads(exact=context * exact_token)
-    pages = spec.sealed_pages(context)
-    sealed, tail = PAGE * pages, context - PAGE * pages
+    pages = spec.compressed_pages(context)
+    compressed, tail = PAGE * pages, context - PAGE * pages
     budget = int(spec.budget_chunks(np.asarray(context)))
-    selected = min(budget * spec.chunk, sealed - spec.static_tokens)
+    selected = min(budget * spec.chunk, compressed - spec.static_tokens)
     excluded = sum(field.nbytes for field in layout.excluded_fields)
     values = selected * parts.values.bytes_per_token()
     hit_share = hit_rate if layout.buffer_fields else 0.0
     missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - hit_share)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
-        index=parts.index.scored_bytes(sealed, budget) + pages * excluded,
+        index=parts.index.scored_bytes(compressed, budget) + pages * excluded,
         state=sum(part.state_bytes_read() for part in parts),
-        keys=parts.keys.rebuilt_bytes(selected, sealed),
+        keys=parts.keys.rebuilt_bytes(selected, compressed),
         values=values - missed,
         host_values=missed,
     )

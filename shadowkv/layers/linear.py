@@ -1,4 +1,5 @@
-"""Linear projections, which may join several, with access to a run of their output rows: plain, or in 8-bit floats."""
+"""Linear projections, which may join several, with access to a range of their output rows: plain, or in 8-bit
+floats."""
 
 from __future__ import annotations
 

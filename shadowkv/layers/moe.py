@@ -54,8 +54,8 @@ class ExpertsProjection(Computing):
     ) -> None:
         super().__init__()
         self.count, self.out_features = count, out_features
-        if runs := spec.runs.get(f"{name}.weight"):
-            self.weight = QuantisedMatrix(in_features, runs, dtype=spec.dtype, device=spec.device)
+        if row_blocks := spec.row_blocks.get(f"{name}.weight"):
+            self.weight = QuantisedMatrix(in_features, row_blocks, dtype=spec.dtype, device=spec.device)
             self.calls = ("grouped_quantised_matmul",)
         else:
             weight = torch.empty(count * out_features, in_features, dtype=spec.dtype, device=spec.device)

@@ -1,4 +1,4 @@
-"""Matrices and projections of quantised numbers, as files store them, in runs of rows that may differ in form."""
+"""Matrices and projections of quantised numbers, as files store them, in blocks of rows that may differ in form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shadowkv.ops.quantised_matmul.humming import PackedExperts, PackedRows, pac
 
 
 @dataclass(frozen=True)
-class Run:
+class RowBlock:
     """Rows of a matrix that are stored in the same way.
 
     Attributes:
@@ -34,11 +34,11 @@ class QuantisedMatrix(Computing):
 
     Args:
         columns: K.
-        runs: of all rows, in order; neighbours with the same form are merged.
+        row_blocks: of all rows, in order; neighbours with the same form are merged.
         dtype: of rows that are plain numbers, and of those that are looked up.
 
     Attributes:
-        parts: the tensors of each run, one after the other: those of its form, or one [rows, K].
+        parts: the tensors of each row block, one after the other: those of its form, or one [rows, K].
         packed: pieces of the rows in the layout of a GPU's products, and where each begins, once ``pack`` made them.
         whole: all rows in one piece beside those, for steps that multiply them all, where they have one form.
         experts: all rows as matrices of experts in that layout, once ``pack_experts`` made them.
@@ -50,24 +50,28 @@ class QuantisedMatrix(Computing):
 
     calls = ("dequantise_rows", "quantised_matmul")
 
-    def __init__(self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, columns: int, row_blocks: Iterable[RowBlock], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        grouped = groupby(runs, lambda run: run.form)
-        self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
+        grouped = groupby(row_blocks, lambda block: block.form)
+        self.row_blocks = tuple(RowBlock(sum(block.rows for block in alike), form) for form, alike in grouped)
         self.columns, self.dtype = columns, dtype
-        self._counts = [1 if run.form is None else len(run.form.layout(columns)) for run in self.runs]
+        self._counts = [1 if block.form is None else len(block.form.layout(columns)) for block in self.row_blocks]
         self.parts = nn.ParameterList(
-            nn.Parameter(tensor, requires_grad=False) for run in self.runs for tensor in self._empty(run, device)
+            nn.Parameter(tensor, requires_grad=False)
+            for block in self.row_blocks
+            for tensor in self._empty(block, device)
         )
         self.packed: list[tuple[int, Tensor | PackedRows]] | None = None
         self.whole: PackedRows | None = None
         self.experts: PackedExperts | None = None
         self.packed_parts = nn.ParameterList()
 
-    def _empty(self, run: Run, device: torch.device) -> tuple[Tensor, ...]:
-        if run.form is not None:
-            return empty_rows(run.form, run.rows, self.columns, device)
-        return (torch.empty(run.rows, self.columns, dtype=self.dtype, device=device),)
+    def _empty(self, block: RowBlock, device: torch.device) -> tuple[Tensor, ...]:
+        if block.form is not None:
+            return empty_rows(block.form, block.rows, self.columns, device)
+        return (torch.empty(block.rows, self.columns, dtype=self.dtype, device=device),)
 
     @property
     def num_values(self) -> int:
@@ -77,7 +81,7 @@ class QuantisedMatrix(Computing):
     @property
     def num_rows(self) -> int:
         """N."""
-        return sum(run.rows for run in self.runs)
+        return sum(block.rows for block in self.row_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -85,21 +89,21 @@ class QuantisedMatrix(Computing):
         return sum(part.nbytes for part in self.parameters())
 
     def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
-        """Rows ``start`` to ``stop`` as they are stored, run by run: views."""
-        return cut_out(self._stored_runs(), start, stop)
+        """Rows ``start`` to ``stop`` as they are stored, row block by row block: views."""
+        return cut_out(self._stored_row_blocks(), start, stop)
 
-    def _stored_runs(self) -> Iterator[Tensor | QuantisedRows]:
+    def _stored_row_blocks(self) -> Iterator[Tensor | QuantisedRows]:
         tensors = iter(self.parts)
-        for run, count in zip(self.runs, self._counts, strict=True):
+        for block, count in zip(self.row_blocks, self._counts, strict=True):
             parts = tuple(next(tensors) for _ in range(count))
-            yield parts[0] if run.form is None else QuantisedRows(parts, run.form)
+            yield parts[0] if block.form is None else QuantisedRows(parts, block.form)
 
     def pack(self, borders: Iterable[int] = (), *, looked_up: bool = False) -> list[PackedRows]:
         """Packs filled rows, on a GPU, for its products; returns what was packed.
 
         Args:
-            borders: where runs of rows begin that are multiplied alone: pieces are not cut out of once they are packed,
-                so such rows are there twice, alone and with all others.
+            borders: where ranges of rows begin that are multiplied alone: pieces are not cut out of once they are
+                packed, so such rows are there twice, alone and with all others.
             looked_up: ``look_up`` is called too: for it rows are kept as they are beside those.
         """
         cuts = sorted({*borders, self.num_rows})
@@ -110,8 +114,8 @@ class QuantisedMatrix(Computing):
                 begin += len(rows)
         self.packed = pieces
         packed = [rows for _, rows in pieces if isinstance(rows, PackedRows)]
-        if len(packed) > 1 and len(self.runs) == 1:
-            (rows,) = self._stored_runs()
+        if len(packed) > 1 and len(self.row_blocks) == 1:
+            (rows,) = self._stored_row_blocks()
             assert isinstance(rows, QuantisedRows)
             self.whole = pack_rows(rows)
             packed.append(self.whole)
@@ -122,7 +126,7 @@ class QuantisedMatrix(Computing):
 
     def pack_experts(self, experts: int) -> PackedExperts:
         """As ``pack``, for ``of_experts``: rows of one form, those of one of so many experts after the other's."""
-        (rows,) = self._stored_runs()
+        (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantisedRows)
         self.experts = pack_experts(rows, experts)
         self.packed_parts, self.parts = _parameters(self.experts.tensors.values()), nn.ParameterList()
@@ -131,7 +135,7 @@ class QuantisedMatrix(Computing):
     @property
     def of_experts(self) -> list[Tensor | QuantisedRows] | PackedExperts:
         """All rows as products of experts take them."""
-        return [*self._stored_runs()] if self.experts is None else self.experts
+        return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
         """Rows ``start`` to ``stop`` as products take them."""
@@ -152,8 +156,8 @@ class QuantisedMatrix(Computing):
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def look_up(self, index: Tensor) -> Tensor:
-        """Rows int64 [T] of a matrix of one run -> [T, K]."""
-        (rows,) = self.stored(0, self.runs[0].rows)
+        """Rows int64 [T] of a matrix of one row block -> [T, K]."""
+        (rows,) = self.stored(0, self.row_blocks[0].rows)
         found = rows[index]
         return self.ops.dequantise_rows(found).to(self.dtype) if isinstance(found, QuantisedRows) else found
 
@@ -165,7 +169,7 @@ def _parameters(tensors: Iterable[Tensor]) -> nn.ParameterList:
 class QuantisedLinear(nn.Module):
     """y = x Wᵀ + b over packed tokens, with W quantised. The weights are uninitialised until a loader fills them.
 
-    ``borders`` are where runs of outputs begin that are asked for alone (``rows``).
+    ``borders`` are where ranges of outputs begin that are asked for alone (``rows``).
     """
 
     bias: nn.Parameter | None
@@ -174,7 +178,7 @@ class QuantisedLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        runs: Iterable[Run],
+        row_blocks: Iterable[RowBlock],
         *,
         bias: bool,
         dtype: torch.dtype,
@@ -183,7 +187,7 @@ class QuantisedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.borders = out_features, borders
-        self.weight = QuantisedMatrix(in_features, runs, dtype=dtype, device=device)
+        self.weight = QuantisedMatrix(in_features, row_blocks, dtype=dtype, device=device)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         else:
@@ -192,7 +196,7 @@ class QuantisedLinear(nn.Module):
     @property
     def packed_twice(self) -> int:
         """Bytes of rows that will be packed alone and with all others, as files store them."""
-        return self.weight.nbytes if self.borders and len(self.weight.runs) == 1 else 0
+        return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""

@@ -10,7 +10,7 @@ import torch
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
-from shadowkv.layers.quantised_matrix import QuantisedLinear, Run
+from shadowkv.layers.quantised_matrix import QuantisedLinear, RowBlock
 from shadowkv.ops.choose_experts.routing import Routing
 
 
@@ -42,7 +42,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer; all layers of a model are alike except for ``experts`` and ``runs``.
+    """One decoder layer; all layers of a model are alike except for ``experts`` and ``row_blocks``.
 
     Attributes:
         shape: heads and head dimensions.
@@ -58,7 +58,7 @@ class LayerSpec:
         sinks: every softmax has one more position, with a learned score for each head and a value of 0 (gpt-oss).
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
-        runs: of the rows of weights that stay quantised as files store them, by name within the layer.
+        row_blocks: of weights that stay quantised as files store them, by name within the layer.
         dtype: of activations, and of every weight that is not quantised.
         norm_dtype: of the weights of norms: ``dtype``, or float32.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
@@ -78,7 +78,7 @@ class LayerSpec:
     sinks: bool
     post_norms: bool
     quantization: str | None
-    runs: Mapping[str, tuple[Run, ...]]
+    row_blocks: Mapping[str, tuple[RowBlock, ...]]
     dtype: torch.dtype
     norm_dtype: torch.dtype
     device: torch.device
@@ -101,11 +101,13 @@ def projection(
 
     Args:
         name: its name within the layer.
-        borders: where runs of outputs begin that are asked for alone.
+        borders: where ranges of outputs begin that are asked for alone.
     """
     dtype, device = spec.dtype, spec.device
     if spec.quantization == "fp8":
         return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
-    if runs := spec.runs.get(f"{name}.weight"):
-        return QuantisedLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device, borders=borders)
+    if row_blocks := spec.row_blocks.get(f"{name}.weight"):
+        return QuantisedLinear(
+            in_features, out_features, row_blocks, bias=bias, dtype=dtype, device=device, borders=borders
+        )
     return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

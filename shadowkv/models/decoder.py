@@ -16,7 +16,7 @@ from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.moe import ExpertsProjection
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         config: the model.
         dtype: of activations, and of weights that are not quantised but those of ``wide_norms``.
         device: where the weights are.
-        runs: of the rows of parameters that stay quantised as files store them, by name.
+        row_blocks: of parameters that stay quantised as files store them, by name.
         group: the ranks that hold the model together; ``config`` is then that of this one's part (``Shard``).
     """
 
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device | str,
-        runs: Mapping[str, tuple[Run, ...]] = MappingProxyType({}),
+        row_blocks: Mapping[str, tuple[RowBlock, ...]] = MappingProxyType({}),
         group: Group = ALONE,
     ) -> None:
         super().__init__()
@@ -70,23 +70,26 @@ class Decoder(nn.Module):
             sinks=config.sinks,
             post_norms=config.post_norms,
             quantization=config.quantization,
-            runs={},
+            row_blocks={},
             dtype=dtype,
             norm_dtype=norm_dtype,
             device=self.device,
             group=group,
         )
-        self.embedding = self._table(runs.get("embedding"))
+        self.embedding = self._table(row_blocks.get("embedding"))
         self.layers = nn.ModuleList(
-            DecoderLayer(replace(spec, experts=config.experts_of(layer), runs=_within(f"layers.{layer}.", runs)), layer)
+            DecoderLayer(
+                replace(spec, experts=config.experts_of(layer), row_blocks=_within(f"layers.{layer}.", row_blocks)),
+                layer,
+            )
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
-        self.head = None if config.tie_word_embeddings else self._table(runs.get("head"))
+        self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
 
-    def _table(self, runs: tuple[Run, ...] | None) -> nn.Parameter | QuantisedMatrix:
-        if runs is not None:
-            return QuantisedMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device)
+    def _table(self, row_blocks: tuple[RowBlock, ...] | None) -> nn.Parameter | QuantisedMatrix:
+        if row_blocks is not None:
+            return QuantisedMatrix(self.config.hidden_size, row_blocks, dtype=self.dtype, device=self.device)
         size = (vocabulary_rows(self.config, self.group.size), self.config.hidden_size)
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
@@ -159,7 +162,7 @@ class Decoder(nn.Module):
     def forms(self) -> list[str]:
         """Names of the forms of the weights that stay quantised as files store them."""
         matrices = self._quantised_matrices()
-        return sorted({run.form.name for matrix in matrices for run in matrix.runs if run.form is not None})
+        return sorted({block.form.name for matrix in matrices for block in matrix.row_blocks if block.form is not None})
 
     @property
     def num_parameters(self) -> int:
@@ -215,5 +218,5 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, QuantisedMatrix)]
 
 
-def _within(prefix: str, runs: Mapping[str, tuple[Run, ...]]) -> dict[str, tuple[Run, ...]]:
-    return {name.removeprefix(prefix): run for name, run in runs.items() if name.startswith(prefix)}
+def _within(prefix: str, row_blocks: Mapping[str, tuple[RowBlock, ...]]) -> dict[str, tuple[RowBlock, ...]]:
+    return {name.removeprefix(prefix): block for name, block in row_blocks.items() if name.startswith(prefix)}

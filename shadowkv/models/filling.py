@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shadowkv.layers.linear import SCALE
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, dense, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
@@ -78,9 +78,9 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
                 fill_plain(parameters[target.parameter][rows], part)
 
 
-def stored_runs(
+def stored_row_blocks(
     outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
-) -> dict[str, tuple[Run, ...]]:
+) -> dict[str, tuple[RowBlock, ...]]:
     """How a shard's rows of parameters are stored that have any in a form that stays as it is.
 
     Args:
@@ -88,17 +88,17 @@ def stored_runs(
         forms: those that stay, by tensor.
     """
     columns = {name: parameter.shape[-1] for name, parameter in outline.named_parameters()}
-    runs: dict[str, dict[int, Run]] = {}
+    row_blocks: dict[str, dict[int, RowBlock]] = {}
     for name, target in targets.items():
         form = forms.get(name)
         if form is not None:
             form = shard.form(target.parameter, form, columns[target.parameter])
         for here, _ in shard.spans(target.parameter, target.start, target.stop):
-            runs.setdefault(target.parameter, {})[here.start] = Run(here.stop - here.start, form)
+            row_blocks.setdefault(target.parameter, {})[here.start] = RowBlock(here.stop - here.start, form)
     return {
-        parameter: tuple(run for _, run in sorted(of_rows.items()))
-        for parameter, of_rows in runs.items()
-        if any(run.form is not None for run in of_rows.values())
+        parameter: tuple(block for _, block in sorted(of_rows.items()))
+        for parameter, of_rows in row_blocks.items()
+        if any(block.form is not None for block in of_rows.values())
     }
 
 

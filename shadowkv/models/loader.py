@@ -27,7 +27,7 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.downloads import HUB, Hub
 from shadowkv.models.families.registry import family, has_interleaved_experts, text_weight
-from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_runs
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_row_blocks
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
@@ -230,9 +230,9 @@ def _load(
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
             forms = storage.kept(forms, config, dtype, device)  # without what those leave alone in their experts
-    runs = stored_runs(outline, targets, forms, shard)
-    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
-    model = Decoder(shard.config, dtype, device, runs, group)
+    row_blocks = stored_row_blocks(outline, targets, forms, shard)
+    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
+    model = Decoder(shard.config, dtype, device, row_blocks, group)
     fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
     if device.type == "cuda":
         model.pack()
@@ -309,9 +309,9 @@ def _dummy(
     tokenizer: Callable[[], Tokenizer],
 ) -> LoadedModel:
     """A model of random weights."""
-    runs = storage.planned_runs(shard, forms, dtype)
-    check_memory(Decoder(shard.config, dtype, "meta", runs, group), device)
-    model = Decoder(shard.config, dtype, device, runs, group)
+    row_blocks = storage.planned_row_blocks(shard, forms, dtype)
+    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
+    model = Decoder(shard.config, dtype, device, row_blocks, group)
     fill_dummy(model)
     if device.type == "cuda":
         model.pack()

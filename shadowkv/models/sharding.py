@@ -267,7 +267,8 @@ class Shard:
             yield here, part
 
     def spans(self, parameter: str, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Of rows ``start`` to ``stop`` of a whole parameter: where runs of them are here, and where in these rows."""
+        """Of rows ``start`` to ``stop`` of a whole parameter: which ranges of them are here, and where in these
+        rows."""
         cut = self.cut(parameter)
         if cut is None:
             yield slice(start, stop), slice(0, stop - start)

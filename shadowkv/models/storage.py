@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from shadowkv.layers.quantised_matrix import Run
+from shadowkv.layers.quantised_matrix import RowBlock
 from shadowkv.load_settings import DEQUANTISED
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.registry import SHAPES
@@ -15,7 +15,7 @@ from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.families.registry import family
-from shadowkv.models.filling import stored_runs
+from shadowkv.models.filling import stored_row_blocks
 from shadowkv.models.sharding import Shard
 from shadowkv.ops.dequantise_rows.cpu import in_blocks
 from shadowkv.ops.quantised.groups import GroupForm
@@ -96,10 +96,10 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
     return {name: form for name, form in planned.items() if form is not None}
 
 
-def planned_runs(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[Run, ...]]:
+def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
     """How a shard's parameters are stored where files, or random weights, have them in ``forms``."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
-    return stored_runs(outline, targets, forms, shard)
+    return stored_row_blocks(outline, targets, forms, shard)
 
 
 def dequantised(

@@ -29,10 +29,10 @@ class Case:
         chunk: tokens of a chunk; divides 64.
         rank: dimensions of a latent, 0 if keys are not latents.
         latent_width: elements of a token's latents as they are stored.
-        key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.
+        key_codec, value_codec: ids of the formats of compressed keys and values, 0 for dense rows.
         centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
         mass: whether selection ends at a share of the softmax.
-        max_pages: sealed pages of the longest context.
+        max_pages: compressed pages of the longest context.
         max_selected: chunks per kv head that a step may select from it.
         fetched_bytes: bytes of a chunk of one kv head in the buffer of fetched chunks, 0 if there is no buffer.
         host_values: whether values are on the host, read from there or fetched.

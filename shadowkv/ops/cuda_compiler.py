@@ -131,8 +131,8 @@ def _packages() -> list[Path]:
 def _version(nvcc: Path) -> str | None:
     """``13.0.88``; None where the program is not there, or does not run."""
     try:
-        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    release = re.search(r"V(\d+\.\d+\.\d+)", told)
+    release = re.search(r"V(\d+\.\d+\.\d+)", version)
     return release and release[1]

@@ -17,7 +17,7 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import on_gpus, planned_runs
+from shadowkv.models.storage import on_gpus, planned_row_blocks
 from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
@@ -132,7 +132,7 @@ class Planner:
         expert_bytes: of the weights, those of experts of which a token is given to a few.
         usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            need for each sequence, policies for fitting and sealing, and tables of RoPE come on top.
+            need for each sequence, policies for fitting and compression, and tables of RoPE come on top.
         cache_bytes: what remains for the cache.
     """
 
@@ -152,7 +152,7 @@ class Planner:
         self.hit_rate, self.fetch_buffer, self.forms = hit_rate, fetch_buffer, forms
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
-        model = Decoder(config, dtype, "meta", planned_runs(shard, small, dtype), group)
+        model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
         self.weights, self.weight_bytes = model.weights_description, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None

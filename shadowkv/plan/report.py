@@ -88,16 +88,16 @@ def missing(planner: Planner, plans: Sequence[Plan]) -> list[str]:
         if plan.largest_batch.both:
             continue
         gpus = counted(planner.shard.size, "GPU")
-        said = f"{plan.kv}: not one sequence of {counted(planner.context, 'token')} on {gpus} of "
-        said += f"{planner.machine.gpu_memory_gib:g} GiB"
+        line = f"{plan.kv}: not one sequence of {counted(planner.context, 'token')} on {gpus} of "
+        line += f"{planner.machine.gpu_memory_gib:g} GiB"
         if plan.gpus_needed is not None:
-            said += f"; it takes {plan.gpus_needed}: --tensor-parallel-size {plan.gpus_needed}"
+            line += f"; it takes {plan.gpus_needed}: --tensor-parallel-size {plan.gpus_needed}"
         elif plan.largest_batch.device:
-            said += f" with --host-memory-gib {planner.machine.host_memory_gib:g}"
-            said += f"; it takes {plan.sequence_bytes.host / GIB:.1f} GiB of host memory"
+            line += f" with --host-memory-gib {planner.machine.host_memory_gib:g}"
+            line += f"; it takes {plan.sequence_bytes.host / GIB:.1f} GiB of host memory"
         else:
-            said += ", nor on more of them"
-        lines.append(said)
+            line += ", nor on more of them"
+        lines.append(line)
     return lines
 
 

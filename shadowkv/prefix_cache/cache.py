@@ -39,13 +39,13 @@ IDLE_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A run of pages that was computed together.
+    """Pages that were computed together.
 
     Attributes:
         uid: identifies it as long as it is in any tier; it says nothing about its tokens.
         first: position of its first token.
         tokens: their number.
-        sealed: whether they are in the policy's compressed form rather than exact.
+        compressed: whether they are in the policy's compressed form rather than exact.
         running: whether a running request uses them.
         tiers: where they are, out of ``device``, ``host`` and ``disk``.
     """
@@ -53,7 +53,7 @@ class PrefixSegment:
     uid: str
     first: int
     tokens: int
-    sealed: bool
+    compressed: bool
     running: bool
     tiers: tuple[str, ...]
 
@@ -157,8 +157,8 @@ class PrefixCache:
     def _continued(self, prompt: Prompt) -> Match | None:
         """The kept sequence that a prompt continues.
 
-        The prompt must have all of its full pages, or an edited history would use up a conversation; sealed and shared
-        tokens cannot be cut off.
+        The prompt must have all of its full pages, or an edited history would use up a conversation; compressed and
+        shared tokens cannot be cut off.
         """
         best, limit = None, len(prompt.token_ids) - 1
         for sequence, kept in self._kept.items():
@@ -293,7 +293,7 @@ class PrefixCache:
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are, at most ``limit`` runs of pages, and how many there are; on the engine's thread."""
+        """Where cached prompts are, at most ``limit`` segments, and how many there are; on the engine's thread."""
         return segments_of(self._tree, self._copies, self._kept, limit)
 
     @property
@@ -351,8 +351,8 @@ def segments_of(
         return not node.holders, copy is None or not copy.on_host, -node.used
 
     nearest = sorted(nodes, key=distance)
-    told = sorted(nearest[:limit], key=lambda node: node.first)
-    return [_segment(node, copies.get(node), kept) for node in told], len(nearest)
+    shown = sorted(nearest[:limit], key=lambda node: node.first)
+    return [_segment(node, copies.get(node), kept) for node in shown], len(nearest)
 
 
 def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) -> PrefixSegment:
@@ -363,4 +363,4 @@ def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) ->
     }
     running = any(sequence not in kept for sequence in node.holders)
     tiers = tuple(tier for tier, is_there in places.items() if is_there)
-    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.compressed, running, tiers)

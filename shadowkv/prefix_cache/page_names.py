@@ -134,12 +134,12 @@ class PageNames(list[str]):
         return self
 
 
-def common_pages(run: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
-    """Number of pages, by name, that a ``run`` which begins at page ``first`` shares with a prompt."""
-    low, high = 0, min(len(run), len(prompt) - first)
+def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
+    """Number of pages, by name, that pages with these ``names``, which begin at page ``first``, share with a prompt."""
+    low, high = 0, min(len(names), len(prompt) - first)
     while low < high:  # a name covers all pages before it
         middle = (low + high + 1) // 2
-        if run[middle - 1] == prompt[first + middle - 1]:
+        if names[middle - 1] == prompt[first + middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -36,7 +36,7 @@ from shadowkv.serve.page.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
 from shadowkv.serve.page.routes import PAGE_PATHS, page_assets, page_routes
 from shadowkv.serve.responses.background import Background
 from shadowkv.serve.responses.routes import responses_routes
-from shadowkv.serve.storage.store import Store
+from shadowkv.serve.storage.store import RecordStore
 from shadowkv.serve.text.memory import give_back_large_blocks
 from shadowkv.serve.text.tokenization import drop_long
 from shadowkv.serve.workers import Workers
@@ -71,7 +71,7 @@ def build_app(
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
-    store = Store(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
+    store = RecordStore(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
     documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
     engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)

@@ -64,7 +64,7 @@ class _Worker:
     control: Connection
     clients: list[str]
 
-    def tell(self, text: str) -> None:
+    def send(self, text: str) -> None:
         with suppress(OSError):  # it has ended
             self.control.send(text)
 
@@ -152,7 +152,7 @@ class Workers:
 
     def _tell_all(self, text: str) -> None:
         for worker in self._workers:
-            worker.tell(text)
+            worker.send(text)
 
     def drain(self) -> None:
         """Has them take no more connections, and end once their requests have."""

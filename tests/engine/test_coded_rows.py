@@ -35,7 +35,7 @@ def test_generated_tokens_are_coded_too_and_logits_stay_close(wide: LoadedModel)
     for kv in ("fp8", "turboquant_k8v4", "turboquant-4", "polar-int4", "turboquant-3", "tq3_0"):
         session = Session(wide, preset(CACHE_DTYPES.get(kv, kv)), 520)
         found = session.force(PROMPT, list(picked))
-        assert session.sequence is not None and session.sequence.sealed == 384, "a page is sealed on the way"
+        assert session.sequence is not None and session.sequence.compressed == 384, "a page is compressed on the way"
         assert torch.equal(found[0], exact[0]), "prefill is exact"
         error[kv] = ((found - exact).norm() / exact.norm()).item()
     print(f"relative errors of logits: {error}")

@@ -116,7 +116,7 @@ def test_policies_have_vllms_names_of_a_caches_dtype():
     assert parse("--kv-cache-dtype", "auto") == EngineConfig()
     for name in CACHE_DTYPES:
         spec = resolve(parse("--kv-cache-dtype", name).spec(), ModelShape(2, 8, 4, 64))
-        assert spec.seals == (name != "bfloat16") and spec.index == "none", name
+        assert spec.compresses == (name != "bfloat16") and spec.index == "none", name
     for name in ("float16", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4"):  # vLLM's too
         with pytest.raises(argparse.ArgumentError, match=f"'{name}' is not one of auto, bfloat16"):
             parse("--kv-cache-dtype", name)

@@ -34,7 +34,7 @@ def test_a_cheaper_fit_compresses_sooner(monkeypatch):
 
 
 def test_prompts_of_one_block_are_never_compressed(monkeypatch):
-    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.0, seal=0.0, step=0.0))
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.0, compress=0.0, step=0.0))
     assert below("turbo", 256) == BLOCK_TOKENS["cuda"] + 64
 
 

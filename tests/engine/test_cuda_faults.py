@@ -16,7 +16,7 @@ from test_engine import assert_empty, drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 
 MODEL = {
@@ -90,7 +90,7 @@ def test_captures_without_memory(make_wide: Any, monkeypatch: pytest.MonkeyPatch
     engine = make_wide(kv)
     count, hoard = 0, list[torch.Tensor]()
 
-    def scarce(layer: int, q: torch.Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def scarce(layer: int, q: torch.Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         nonlocal count
         if torch.cuda.is_current_stream_capturing():
             count += 1

@@ -134,7 +134,7 @@ def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> 
     assert engine.requests.limits.max_tokens(2040, SamplingParams(max_tokens=None)) == 8
 
 
-def test_contexts_that_never_seal_start(make: Any) -> None:
+def test_contexts_that_never_compress_start(make: Any) -> None:
     engine = make(kv="shadowkv", max_model_len=512)
     engine.add_request("a", prompt(0, 500), GREEDY)
     assert len(tokens(drain(engine)["a"])) == 8

@@ -180,7 +180,7 @@ LENGTHS = {"a": 500, "b": 90, "c": 5}
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)  # enough to seal
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)  # enough to compress
     for seed, (name, length) in enumerate(LENGTHS.items()):
         engine.add_request(name, prompt(seed, length), params)
     return {name: tokens(outputs) for name, outputs in drain(engine).items()}

@@ -15,7 +15,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_engine_parts
 from shadowkv.eval.running.caches import prefill
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.ops.extension import cpu_missing
 
@@ -37,7 +37,7 @@ def decoded(runner: Runner) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
     """Logits of steps of three sequences, and what they selected, by layer."""
     selections: list[tuple[int, Tensor]] = []
 
-    def see(layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def see(layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         selections.append((layer, selected.chunks))
         return selected
 

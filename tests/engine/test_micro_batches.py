@@ -35,7 +35,7 @@ def open_engine(folder: Path, kv: str) -> Engine:
 
 
 def steps(engine: Engine, count: int) -> torch.Tensor:
-    """Logits of steps on fixed tokens, through seals."""
+    """Logits of steps on fixed tokens, while pages are compressed."""
     draw, sequences = random.Random(0), []
     for length in LENGTHS:
         sequence = engine.cache.allocate(length, length + count)

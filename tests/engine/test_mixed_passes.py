@@ -24,8 +24,8 @@ CONFIG = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 RUNNING, JOINING = (700, 90), (130, 1, 600)
-SEALING = 66
-"""Steps in which every compressed sequence seals a page."""
+COMPRESSING = 66
+"""Steps in which every compressed sequence compresses a page."""
 
 
 def prefilled(runner: Runner, work: list[tuple[CachedSequence, list[int]]]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def together(runner: Runner, old: list[CachedSequence], work: list[tuple[CachedS
 
 
 def logits_of(engine: Engine, both: Any) -> list[torch.Tensor]:
-    """Of steps, of one with new sequences, of one with a later turn, by when pages of all have been sealed, and of
+    """Of steps, of one with new sequences, of one with a later turn, by when pages of all have been compressed, and of
     steps behind it."""
     runner, cache, found = engine.runner, engine.cache, []
 
@@ -70,7 +70,7 @@ def logits_of(engine: Engine, both: Any) -> list[torch.Tensor]:
     new = [started(10 + seed, length) for seed, length in enumerate(JOINING)]
     found.append(both(runner, old, new))
     turn, *others = [*old, *(sequence for sequence, _ in new)]
-    decoded([turn, *others], SEALING)
+    decoded([turn, *others], COMPRESSING)
     cache.extend(turn, turn.length + 100, turn.length + 300)
     found.append(both(runner, others, [(turn, prompt(20, 100))]))
     decoded([turn, *others], 3)

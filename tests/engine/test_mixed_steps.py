@@ -212,7 +212,7 @@ def test_an_error_in_the_pass_ends_its_prompts_alone(
     build: Any, make: Any, kv: str, error: Exception, after: int
 ) -> None:
     engine = build(kv=kv if kv == "full" else f"{kv}:budget=128")
-    params = replace(LONG, max_tokens=150)  # pages are sealed before and behind it
+    params = replace(LONG, max_tokens=150)  # pages are compressed before and behind it
     engine.add_request("a", prompt(1, 500), params)
     outputs = []
     for _ in range(60):

@@ -16,6 +16,7 @@ from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.running.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.compression import pages as compression
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.parts import rows as part_rows
@@ -23,7 +24,6 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill import batch as batches
 from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sealing import pages as sealing
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
@@ -47,7 +47,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     for module in (part_rows, rows):
         monkeypatch.setattr(module, "CODED_AT_ONCE", 4)
-    monkeypatch.setattr(sealing, "SEALED_AT_ONCE", 4)
+    monkeypatch.setattr(compression, "COMPRESSED_AT_ONCE", 4)
     monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 1024)
     for module in (sizing, sparse_prefill):
         monkeypatch.setattr(module, "SPARSE_FROM", 1024)

@@ -16,7 +16,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput, TokenSelections
 from shadowkv.engine.selections import MAX_CELLS
-from shadowkv.kvcache.inspection import exact_keys, sealed_rows
+from shadowkv.kvcache.inspection import compressed_rows, exact_keys
 
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 ASKING = replace(PLAIN, return_selections=True)
@@ -52,7 +52,7 @@ def test_they_are_what_the_index_selects(build: Any, kv: str) -> None:
         return selected
 
     engine.cache.selection_hook = watch
-    engine.add_request("short", prompt(1, 20), PLAIN)  # dense: rows of the batch are not those of sealed pages
+    engine.add_request("short", prompt(1, 20), PLAIN)  # dense: rows of the batch are not those of compressed pages
     engine.add_request("asks", prompt(2, 900), ASKING)
     engine.add_request("plain", prompt(3, 700), PLAIN)
     outputs = drain(engine)
@@ -79,7 +79,7 @@ def _weights(engine: Engine, layer: int, q: torch.Tensor, batch: Any, selected: 
     row = int(chunks.flatten(1).amax(1).argmax())
     names = "slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget"
     one = replace(batch, sampling=None, **{name: getattr(batch, name)[row : row + 1] for name in names})
-    keys, _ = sealed_rows(engine.cache, layer, one)
+    keys, _ = compressed_rows(engine.cache, layer, one)
     found: dict[int, float] = {}
     queries = q[row].unflatten(0, (HEADS, -1)) * q.shape[-1] ** -0.5
     for head in range(HEADS):
@@ -160,12 +160,12 @@ def test_where_everything_is_attended_to_all_of_it_is_weighted(build: Any, kv: s
     (q, batch), last = seen[0], selections[5]
     assert last is not None and last.length == 405
     (_, first), (end, _) = last.exact
-    if batch.sealed is None:
+    if batch.compressed is None:
         keys = exact_keys(engine.cache, 0, batch.pages[1])[:, :405]
     else:
-        rows = [row for row, first in enumerate(batch.sealed.num_pages.tolist()) if first]
-        one_row = replace(batch.sealed, sampling=None, span=None).part(slice(rows[-1], rows[-1] + 1))
-        keys = sealed_rows(engine.cache, 0, one_row)[0]
+        rows = [row for row, first in enumerate(batch.compressed.num_pages.tolist()) if first]
+        one_row = replace(batch.compressed, sampling=None, span=None).part(slice(rows[-1], rows[-1] + 1))
+        keys = compressed_rows(engine.cache, 0, one_row)[0]
     weights = ((q[1].unflatten(0, (HEADS, -1)) @ keys[:, first:end].mT) * 16**-0.5).softmax(-1).mean((0, 1))
     expected = {cell: float(weights[cell * 16 - first :][:16].sum()) for cell in range(first // 16, -(-end // 16))}
     group = last.groups[0]

@@ -128,7 +128,7 @@ def test_generate_of_transformers_with_our_cache_gives_our_tokens(
     finally:
         oracle.set_attn_implementation(usual)
     assert out[0, len(prompt) :].tolist() == ours
-    assert (cache.batch.sequences[0].sealed > 400) == (kv == "turbo")
+    assert (cache.batch.sequences[0].compressed > 400) == (kv == "turbo")
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
     for kv, (session, logits) in zip(policies, prefilled(loaded, policies, prompt, 24)):
         answer = llm.get_tokenizer().decode([token for token, _ in session.answer(logits, 24)])
         assert "7304918" in answer
-        assert (session.sequence.sealed > 1200) == (kv == "shadowkv")
+        assert (session.sequence.compressed > 1200) == (kv == "shadowkv")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_second_turn_extends_the_cached_sequence(
     first = chat(llm, llm.get_tokenizer().decode(filler(llm, count, seed=2)) + " Sum this up in a sentence.")
     session = Session(loaded, preset(kv), 2000)
     answer = [token for token, _ in session.greedy(first, 20)]
-    assert (session.sequence.sealed > 0) == session.cache.spec.seals
+    assert (session.sequence.compressed > 0) == session.cache.spec.compresses
     # The answer's last token was sampled and never fed.
     second = answer[-1:] + llm.get_tokenizer().encode(
         "<|im_end|>\n<|im_start|>user\nName three birds and where they live.<|im_end|>\n<|im_start|>assistant\n"
@@ -220,18 +220,18 @@ def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel) -> None:
+def test_long_output_compresses_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel) -> None:
     prompt, count = chat(llm, "Tell a very long story of a lighthouse."), 360
     session = Session(loaded, preset("shadowkv:outliers=8,budget=128"), len(prompt) + count)
     tokens, logits = zip(*session.greedy(prompt, count))
     sequence, spec = session.sequence, session.cache.spec
     length = sequence.length
-    sealed = sequence.sealed
+    compressed = sequence.compressed
     assert length == len(prompt) + count - 1
     # What the state of the first tokens does not reach stays exact until it is a segment of its own.
-    assert length - sealed <= spec.dense_limit
-    print(f"{sealed} of {length} tokens are sealed, in {len(sequence.path)} segments")
-    assert sealed >= 256 and len(sequence.path) == 2
+    assert length - compressed <= spec.dense_limit
+    print(f"{compressed} of {length} tokens are compressed, in {len(sequence.path)} segments")
+    assert compressed >= 256 and len(sequence.path) == 2
     assert len(sequence.static) == spec.static_pages + (len(sequence.path) - 1) * spec.outlier_pages
     assert len(sequence.ring) <= spec.dense_limit // 64 + 2
     assert not sequence.dense

@@ -75,7 +75,7 @@ def answers(engine: Engine) -> dict[str, list[TokenOutput]]:
     """Of prompts that share a start, one that is given up in the middle, sampled and greedy, one with its own
     scores."""
     shared = prompt(0, 925)
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)  # a page is sealed: 96 > 93
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)  # a page is compressed: 96 > 93
     sampled = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
     outputs: dict[str, list[TokenOutput]] = {}
     engine.add_request("long", shared, greedy)

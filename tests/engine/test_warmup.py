@@ -56,7 +56,7 @@ def answers(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])
 def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
     engine, untouched = make(kv=kv), make(kv=kv)
-    prompts, sealed = [], []
+    prompts, compressed = [], []
     prefill, plan = engine.runner.prefill, engine.cache.plan_decode
 
     def watched(work: Any, scored: bool) -> Any:
@@ -65,18 +65,18 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
 
     def planned(sequences: Any) -> Any:
         made = plan(sequences)
-        sealed.append(any(group.sealing is not None for group in made.groups))
+        compressed.append(any(group.compression is not None for group in made.groups))
         return made
 
     monkeypatch.setattr(engine.runner, "prefill", watched)
     monkeypatch.setattr(engine.cache, "plan_decode", planned)
     use_everything_once(engine)
-    longest = max(560, engine.cache.spec.dense_limit + 64) if engine.cache.spec.seals else 560
+    longest = max(560, engine.cache.spec.dense_limit + 64) if engine.cache.spec.compresses else 560
     assert prompts[:3] == [[48], [48, 24], [longest]]
     assert len(prompts[3]) == 1 and prompts[3][0] <= 64, "the start that it shares was computed again"
     assert prompts[4] == [9], "a later turn computes what is new, and the last token of the answer"
     assert prompts[5:] == [[48], [9], [1], [24]], "of the last two prompts, all but one token of the first is cached"
-    assert any(sealed) == (kv != "full")
+    assert any(compressed) == (kv != "full")
     assert_unused(engine)
     assert answers(engine) == answers(untouched)
 

@@ -99,7 +99,8 @@ def _alike(one: Measured, other: Measured) -> bool:
 
 
 def test_exact_tails_differ_by_what_is_generated_alone(loaded: LoadedModel, seed: int) -> None:
-    """Until something generated is sealed twins are equal; the prompt's sealed pages stay alike, the tail grows."""
+    """Until something generated is compressed twins are equal; the prompt's compressed pages stay alike, the tail
+    grows."""
     policies = local_policies(["full:keys=low-rank-int8,rank=8", "full"], [], loaded.config.shape)
     several, steps = prompts(), 130
     twins = with_exact_tails(policies, steps)
@@ -108,16 +109,16 @@ def test_exact_tails_differ_by_what_is_generated_alone(loaded: LoadedModel, seed
         "full",
     ]
     full = Follower(loaded, Policy("full", "full", KVSpec()), several, LENGTHS + steps, None)
-    sealing, exact = (Follower(loaded, policy, several, LENGTHS + steps, full.cache) for policy in twins[:2])
-    prefill_followers((full, sealing, exact), several[0].tokens, LENGTHS + steps)
+    compressing, exact = (Follower(loaded, policy, several, LENGTHS + steps, full.cache) for policy in twins[:2])
+    prefill_followers((full, compressing, exact), several[0].tokens, LENGTHS + steps)
     for token in range(steps):
         reference = full.decode([token])
-        for one in (sealing, exact):
+        for one in (compressing, exact):
             one.follow([token], reference, True)
-    sealed = [one.sequences[0].sealed for one in (sealing, exact)]
-    assert sealed == [448, 320]
-    kl = torch.stack([torch.cat(one.kl) for one in (sealing, exact)])
-    before = 320 + 32 + 64 - LENGTHS  # tokens until the first page is sealed
+    compressed = [one.sequences[0].compressed for one in (compressing, exact)]
+    assert compressed == [448, 320]
+    kl = torch.stack([torch.cat(one.kl) for one in (compressing, exact)])
+    before = 320 + 32 + 64 - LENGTHS  # tokens until the first page is compressed
     assert torch.allclose(kl[0, :before], kl[1, :before], atol=1e-9)
     assert not torch.allclose(kl[0, before:], kl[1, before:], atol=1e-9)
 
@@ -136,12 +137,12 @@ def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed
     assert [one.layer for one in seen] == [0, 1]
     scripted = replace(seen[0], selected=torch.tensor([[[3, 9], [5, -1]]]))
     read = attended_positions(cache, scripted, 448)[0]
-    sealed = cache.spec.sealed_pages(400) * 64
-    excluded = cache.groups[0].store.excluded(0, scripted.batch.sealed.pages, scripted.batch.sealed.first)[0]
+    compressed = cache.spec.compressed_pages(400) * 64
+    excluded = cache.groups[0].store.excluded(0, scripted.batch.compressed.pages, scripted.batch.compressed.first)[0]
     assert excluded.sum(1).tolist() == [3, 3]  # one of the sink, two outliers
     for head, chosen in enumerate(((3, 9), (5,))):
         chunks = set(chosen) | set(excluded[head].nonzero().flatten().tolist())
-        expected = [position >= sealed or position // 16 in chunks for position in range(448)]
+        expected = [position >= compressed or position // 16 in chunks for position in range(448)]
         assert read[head].tolist() == expected
 
 

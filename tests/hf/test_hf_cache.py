@@ -91,7 +91,7 @@ def test_tokens_are_the_engines(directory: Path, model: Any, kv: str, monkeypatc
     assert generate(model, ids, cache) == engine_tokens(directory, kv, ids.tolist())
     assert cache.get_seq_length() == LENGTH + NEW - 1
     assert cache.kv_cache is not None
-    assert all((one.sealed > 500) == (kv != "full") for one in cache.batch.sequences)
+    assert all((one.compressed > 500) == (kv != "full") for one in cache.batch.sequences)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
@@ -68,11 +68,11 @@ def scatter(cache: KVCache, seed: int) -> None:
     assert cache.free == cache.total
 
 
-def sealed_batch(cache: KVCache, streams: list[Stream]) -> SealedBatch:
-    """The sealed tokens that the next step of ``streams`` sees."""
-    sealed = decode_part(cache, streams).sealed
-    assert sealed is not None, "nothing is sealed"
-    return sealed
+def compressed_batch(cache: KVCache, streams: list[Stream]) -> CompressedBatch:
+    """The compressed tokens that the next step of ``streams`` sees."""
+    compressed = decode_part(cache, streams).compressed
+    assert compressed is not None, "nothing is compressed"
+    return compressed
 
 
 def decode_part(cache: KVCache, streams: list[Stream]) -> DecodeBatch:

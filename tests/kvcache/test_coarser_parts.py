@@ -1,7 +1,7 @@
 """Parts that only measure what fewer bits cost: latents in 4 bits, a sketch of signs alone."""
 
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, prefill, sealed_batch
+from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, decode_part, make_cache, prefill
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, latents
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -10,13 +10,13 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 
 
 def keys_error(kind: str) -> tuple[float, int]:
-    """Relative error of all sealed keys of a prompt against those of unquantised latents, and the largest code."""
+    """Relative error of all compressed keys of a prompt against those of unquantised latents, and the largest code."""
     rebuilt, largest = [], 0
     for name in ("low-rank", kind):
         cache = make_cache(preset(f"full:keys={name},rank=16"))
         stream = Stream(1, cache.allocate(700, 800))
         prefill(cache, [(stream, 700)])
-        row = sealed_batch(cache, [stream])
+        row = compressed_batch(cache, [stream])
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
         rebuilt.append(gather_selected(cache.parts.keys.source(cache.groups[0].store, 0, row), everything))
         stored = cache.groups[0].store.page["latents"][0][row.pages[0]]
@@ -39,16 +39,16 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     prefill(cache, list(zip(streams, (900, 70, 500))))
     decode(cache, streams)
     whole = decode_part(cache, streams)
-    batch, store = whole.sealed, cache.groups[0].store
+    batch, store = whole.compressed, cache.groups[0].store
     assert batch is not None
-    q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
+    q = whole.of_compressed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
     selected = cache.parts.index.select(store, 1, q, batch).chunks
-    sealed = batch.num_chunks.nonzero().flatten().tolist()
-    assert [int(batch.slots[row]) for row in sealed] == [streams[n].sequence.path[0].slot for n in (0, 2)]
+    compressed = batch.num_chunks.nonzero().flatten().tolist()
+    assert [int(batch.slots[row]) for row in compressed] == [streams[n].sequence.path[0].slot for n in (0, 2)]
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
     queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.states)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
-    for row in sealed:
+    for row in compressed:
         barred = store.excluded(1, batch.pages[row : row + 1], batch.first[row : row + 1])[0]
         for head in range(SHAPE.num_kv_heads):
             chosen = selected[row, head]

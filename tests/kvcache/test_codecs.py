@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
@@ -100,7 +100,7 @@ def registered() -> Iterator[None]:
 
 
 def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None:
-    """Prompts, enough steps to seal pages on the way, a second prompt and more steps."""
+    """Prompts, enough steps to compress pages on the way, a second prompt and more steps."""
     prefill(cache, list(zip(streams, lengths)))
     for _ in range(70):
         decode(cache, streams)
@@ -111,9 +111,9 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
         decode(cache, streams)
 
 
-def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
-    """All sealed pages of a sequence of one segment."""
-    row = decode_part(cache, [stream]).sealed
+def compressed_row(cache: KVCache, stream: Stream) -> CompressedBatch:
+    """All compressed pages of a sequence of one segment."""
+    row = decode_part(cache, [stream]).compressed
     assert row is not None
     return row
 
@@ -151,7 +151,7 @@ def test_formats_defined_here_equal_plain_attention_where_nothing_is_lost(spec: 
         for stream in streams:
             stream.v = Int8Rows().decode(*Int8Rows().encode(stream.v, None), None, SHAPE.head_dim)
     two_turns(cache, streams, lengths)
-    assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    assert (cache.groups[0].pool.tables.compressed > 0).any(), "nothing was compressed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
@@ -183,16 +183,16 @@ def test_what_a_codec_learns_is_of_its_sequence_and_head(axis: str) -> None:
     for layer in range(SHAPE.num_layers):
         for stream in streams:
             rows = rotated_keys(stream, layer) if axis == "keys" else stream.v[layer, : stream.length]
-            state = sealed_row(cache, stream).states
+            state = compressed_row(cache, stream).states
             torch.testing.assert_close(learned[layer, state[0]], rows.mean(0), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["int8-rows", "rotated-4bit"])
-def test_sealed_rows_are_what_their_codec_decodes(name: str) -> None:
+def test_compressed_rows_are_what_their_codec_decodes(name: str) -> None:
     cache = make_cache(KVSpec(keys=name, values=name, budget=64, index="chunk-mean"))
     stream = Stream(0, cache.allocate(700, 900))
     two_turns(cache, [stream], [700])
-    row, codec = sealed_row(cache, stream), ROW_CODECS[name]
+    row, codec = compressed_row(cache, stream), ROW_CODECS[name]
     tokens = int(row.num_pages) * PAGE
     every = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     for layer in range(SHAPE.num_layers):

@@ -8,11 +8,11 @@ import driver
 import pytest
 import torch
 from coded_rows import gaussian_rows, losses
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, sealed_batch
+from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, plain_attention, prefill
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import OURS
-from shadowkv.kvcache.memory.sealed import SealedStore
+from shadowkv.kvcache.memory.compressed import CompressedStore
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.rows import CodedKeys
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -99,22 +99,22 @@ def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
     cache = make_cache(spec_of(name, "lloyd-4bit", place))
     stream = Stream(0, cache.allocate(300, 400))
     prefill(cache, [(stream, 300)])
-    while stream.length % 64 != 36:  # a page was sealed on the way, and none will be in the next step
+    while stream.length % 64 != 36:  # a page was compressed on the way, and none will be in the next step
         decode(cache, [stream])
-    batch, n = sealed_batch(cache, [stream]), stream.length
+    batch, n = compressed_batch(cache, [stream]), stream.length
     decode(cache, [stream])
-    sealed = int(batch.num_chunks[0]) * 8
-    assert sealed == 320
-    every = torch.arange(sealed // 8, device=DEVICE).expand(1, 2, -1)
+    compressed = int(batch.num_chunks[0]) * 8
+    assert compressed == 320
+    every = torch.arange(compressed // 8, device=DEVICE).expand(1, 2, -1)
     tables, positions = RotaryTables(driver.ROPE, n + 1, DEVICE), torch.arange(n + 1, device=DEVICE)
     for layer in range(SHAPE.num_layers):
         q, k = (cache.ops.apply_rope(x[layer, : n + 1], positions, tables) for x in (stream.q, stream.k))
         v = stream.v[layer, : n + 1].clone()
         for axis, rows in (("keys", k), ("values", v)):
             decoded = gather_selected(getattr(cache.parts, axis).source(cache.groups[0].store, layer, batch), every)[0]
-            error = (decoded.transpose(0, 1) - rows[:sealed]).norm() / rows[:sealed].norm()
+            error = (decoded.transpose(0, 1) - rows[:compressed]).norm() / rows[:compressed].norm()
             assert 0 < error**2 < 0.25, "these are other rows"
-            rows[8:sealed] = decoded[:, 8:].transpose(0, 1)  # the sink stays exact
+            rows[8:compressed] = decoded[:, 8:].transpose(0, 1)  # the sink stays exact
         scores = torch.einsum("hgd,nhd->hgn", q[n].unflatten(0, (2, 3)), k) / 64**0.5
         wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten(0, 1)
         torch.testing.assert_close(stream.outputs[-1][0, layer], wanted, atol=1e-5, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_no_copy_of_a_prompt_is_made_where_nothing_is_learned_of_it(monkeypatch:
     seen, centred = [], CodedKeys._centred
 
     def watched(
-        part: CodedKeys, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
+        part: CodedKeys, store: CompressedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
     ) -> Tensor:
         seen.append(rope_keys.shape[2])
         return centred(part, store, layers, states, rope_keys, first)

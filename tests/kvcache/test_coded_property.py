@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import reference
@@ -89,10 +89,10 @@ def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache.ops, "attend_coded", watched)
         decode(cache, streams)
-    assert calls == (SHAPE.num_layers if batch.sealed is not None else 0)
+    assert calls == (SHAPE.num_layers if batch.compressed is not None else 0)
     tables = RotaryTables(driver.ROPE, driver.MAX_LEN, DEVICE)
     for layer in range(SHAPE.num_layers):
-        decoded = {} if batch.sealed is None else decoded_rows(cache, layer, batch.sealed)
+        decoded = {} if batch.compressed is None else decoded_rows(cache, layer, batch.compressed)
         for stream in streams:
             positions = torch.arange(stream.length, device=DEVICE)
             q, k = (cache.ops.apply_rope(x[layer, : stream.length], positions, tables) for x in (stream.q, stream.k))
@@ -107,10 +107,12 @@ def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
             torch.testing.assert_close(stream.outputs[-1][0, layer], wanted, atol=1e-4, rtol=1e-4)
 
 
-def decoded_rows(cache: KVCache, layer: int, sealed: SealedBatch) -> dict[int, list[Tensor]]:
+def decoded_rows(cache: KVCache, layer: int, compressed: CompressedBatch) -> dict[int, list[Tensor]]:
     """Keys and values [n, H, d] of the segments of a batch, by the rows of these."""
-    every = torch.arange(sealed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(len(sealed.slots), 2, -1)
-    every = every.masked_fill(every >= sealed.num_chunks[:, None, None], 0)  # past their end they may be anywhere
-    sources = (part.source(cache.groups[0].store, layer, sealed) for part in (cache.parts.keys, cache.parts.values))
+    every = torch.arange(compressed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(
+        len(compressed.slots), 2, -1
+    )
+    every = every.masked_fill(every >= compressed.num_chunks[:, None, None], 0)  # past their end they may be anywhere
+    sources = (part.source(cache.groups[0].store, layer, compressed) for part in (cache.parts.keys, cache.parts.values))
     rows = [gather_selected(source, every).transpose(1, 2) for source in sources]
-    return {int(name): [x[i] for x in rows] for i, name in enumerate(sealed.slots)}
+    return {int(name): [x[i] for x in rows] for i, name in enumerate(compressed.slots)}

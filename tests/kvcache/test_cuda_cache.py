@@ -52,7 +52,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), *CHANGED])
-def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_references_agree_while_pages_are_compressed(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Any basis of a subspace is as good as any other, but rounds its latents differently: both use the same.
     got = run(kv, {"low_rank_basis": "reference"}, monkeypatch)
     wanted = run(kv, dict.fromkeys(NAMES, "reference"), monkeypatch)

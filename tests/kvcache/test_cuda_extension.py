@@ -24,7 +24,7 @@ REFERENCES = dict.fromkeys(NAMES, "reference")
 
 def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
-    batch = decode_part(cache, [stream]).sealed
+    batch = decode_part(cache, [stream]).compressed
     cached, layers = cache.snapshots.export(stream.sequence).arrays(), []
     tail = cached["tail"].transpose(2, 3).float()
     if batch is None:
@@ -37,8 +37,8 @@ def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
             cache.spec.chunk, dim=1
         )
         sources = [part.source(cache.groups[0].store, layer, batch) for part in (cache.parts.keys, cache.parts.values)]
-        sealed = [gather_selected(source, every)[0].float() for source in sources]
-        layers.append(torch.stack([x[keep].unflatten(0, (SHAPE.num_kv_heads, -1)) for x in sealed]))
+        compressed = [gather_selected(source, every)[0].float() for source in sources]
+        layers.append(torch.stack([x[keep].unflatten(0, (SHAPE.num_kv_heads, -1)) for x in compressed]))
     return torch.cat((torch.stack(layers), static, tail), dim=3)
 
 
@@ -48,7 +48,7 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
-    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", at_once)
+    monkeypatch.setattr("shadowkv.kvcache.compression.rebuilt.SPAN_PAGES", at_once)
     cache = cache_of(
         Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_new_tokens_beside_a_new_sequence(kv: str, monkeypatch: pytest.MonkeyPat
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
-    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 5)
+    monkeypatch.setattr("shadowkv.kvcache.compression.rebuilt.SPAN_PAGES", 5)
     outs = []
     for backends in (None, REFERENCES):
         cache = cache_of(

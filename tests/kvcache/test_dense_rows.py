@@ -6,7 +6,7 @@ from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, plain
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
@@ -49,7 +49,7 @@ def test_only_compressed_rows_are_searched(name: str, fetch_buffer: float) -> No
     cache, streams = filled(SPECS[name], fetch_buffer, LENGTHS)
     searched = []
 
-    def watched(layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def watched(layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         assert len(q) == len(batch.slots) == len(batch.pages) == len(batch.budget) == len(selected.chunks)
         searched.append(batch.slots.tolist())
         return selected

@@ -35,7 +35,7 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 3)  # of 16
+    monkeypatch.setattr("shadowkv.kvcache.compression.rebuilt.SPAN_PAGES", 3)  # of 16
     monkeypatch.setattr("shadowkv.ops.block_attention.reference.SCORES_AT_ONCE", 50 * SHAPE.num_query_heads * PAGE)
     cache = make_cache(EVERYTHING[name])
     lengths = [1, 7, 63, 64, 65, 417, 1000]
@@ -51,8 +51,8 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypa
     prefill(cache, [(stream, 90) for stream in streams], block=170)
     for _ in range(10):
         decode(cache, streams)
-    if cache.spec.seals:
-        assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    if cache.spec.compresses:
+        assert (cache.groups[0].pool.tables.compressed > 0).any(), "nothing was compressed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
         cache.release(stream.sequence)
@@ -65,10 +65,10 @@ def test_scaled_rope_equals_plain_attention(name: str) -> None:
     cache, lengths = make_cache(EVERYTHING[name], rope=YARN), [65, 417, 1000]  # below and above the original 512
     streams = [Stream(seed, cache.allocate(n, n + 200)) for seed, n in enumerate(lengths)]
     prefill(cache, list(zip(streams, lengths)))
-    for _ in range(130):  # pages of generated tokens are sealed, too
+    for _ in range(130):  # pages of generated tokens are compressed, too
         decode(cache, streams)
-    if cache.spec.seals:
-        assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    if cache.spec.compresses:
+        assert (cache.groups[0].pool.tables.compressed > 0).any(), "nothing was compressed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream, YARN), atol=5e-5, rtol=1e-4)
 
@@ -105,7 +105,7 @@ def test_dense_sequence_is_compressed_when_decoding_outgrows_the_limit() -> None
     owned = cache.total - cache.free
     for _ in range(380):
         decode(cache, [stream])
-    assert stream.sequence.sealed == 320  # (399 - local 32) // 64 pages
+    assert stream.sequence.compressed == 320  # (399 - local 32) // 64 pages
     assert not stream.sequence.dense
     assert (cache.total - cache.free)["device"] < owned["device"]
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
@@ -116,11 +116,11 @@ def test_truncated_sequence_continues_differently(kept: int) -> None:
     cache = make_cache(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0))
     stream = Stream(5, cache.allocate(1000, 1000))
     prefill(cache, [(stream, 1000)])
-    sealed = stream.sequence.sealed
+    compressed = stream.sequence.compressed
     with pytest.raises(ValueError, match="cut"):
-        cache.truncate(stream.sequence, sealed - 1)
-    cache.truncate(stream.sequence, sealed + kept)
-    stream.length = sealed + kept
+        cache.truncate(stream.sequence, compressed - 1)
+    cache.truncate(stream.sequence, compressed + kept)
+    stream.length = compressed + kept
     stream.outputs = [stream.output()[: stream.length]]
     stream.k[:, stream.length :] += 1
     cache.extend(stream.sequence, stream.length + 50, stream.length + 60)
@@ -137,7 +137,7 @@ def test_tokens_that_a_fork_shares_are_not_forgotten() -> None:
     prefill(cache, [(stream, 200)])
     child = stream.going_on(cache.fork(stream.sequence, 128, 140, 140), 128, Stream(10))
     for sequence in (stream.sequence, child.sequence):
-        with pytest.raises(ValueError, match="128 are sealed or shared"):
+        with pytest.raises(ValueError, match="128 are compressed or shared"):
             cache.truncate(sequence, 127)
     cache.truncate(stream.sequence, 130)
     stream.length, stream.outputs = 130, [stream.output()[:130]]

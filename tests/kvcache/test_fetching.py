@@ -9,7 +9,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
@@ -31,7 +31,7 @@ def published(cache: KVCache) -> FetchCounts:
 
 @lru_cache
 def run(spec: KVSpec, fetch_buffer: float, steps: int = 130) -> tuple[list[torch.Tensor], FetchCounts]:
-    """Outputs of a ragged batch, some of it dense at first, through seals."""
+    """Outputs of a ragged batch, some of it dense at first, while pages are compressed."""
     cache = make_cache(spec, fetch_buffer=fetch_buffer)
     assert (cache.fetches is not None) == (spec.place == "host" and fetch_buffer > 0)
     streams = [Stream(seed, cache.allocate(n, n + steps)) for seed, n in enumerate(LENGTHS)]
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_selections() -> None:
     seen: dict[tuple[int, int], set[int]] = {}
     selected = fetched = 0
 
-    def watched(layer: int, q: torch.Tensor, batch: SealedBatch, chosen: Selection) -> Selection:
+    def watched(layer: int, q: torch.Tensor, batch: CompressedBatch, chosen: Selection) -> Selection:
         nonlocal selected, fetched
         for head, row in enumerate(chosen.chunks[0].tolist()):
             known = seen.setdefault((layer, head), set())
@@ -98,7 +98,7 @@ def test_a_row_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() -
             decode(cache, [stream])
         before = (buffer.owner[:, row] >= 0).sum()
         assert before > 0
-        # The newest tokens are forgotten, sealed ones never are: what was fetched is what it was.
+        # The newest tokens are forgotten, compressed ones never are: what was fetched is what it was.
         cache.truncate(stream.sequence, 1010)
         stream.length = 1010
         stream.k[:, 1010:] += 1

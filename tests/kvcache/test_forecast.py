@@ -45,7 +45,7 @@ def test_what_does_not_follow_from_lengths_is_not_known() -> None:
     prefill(cache, [(stream, 500)])
     prefill(cache, [(stream, 1500)])
     other = cache.allocate(40, 60)
-    assert stream.sequence.standing.segments == 2
+    assert stream.sequence.segment_state.segments == 2
     assert cache.forecast_decode([stream.sequence], [(other, 40)]) is None
     host = make_cache(preset("shadowkv", rank=16, budget=64))
     stream, other = Stream(0, host.allocate(500, 600)), host.allocate(40, 60)

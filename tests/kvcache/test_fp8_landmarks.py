@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly, sealed_batch
+from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, prefill, rotate_plainly
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import build_parts, resolve
@@ -22,16 +22,16 @@ def run(index: str) -> tuple[KVCache, list[Stream]]:
 
 def test_means_are_stored_as_exactly_as_eight_bits_can() -> None:
     cache, streams = run("chunk-mean-fp8")
-    for _ in range(90):  # through seals
+    for _ in range(90):  # while pages are compressed
         decode(cache, streams)
-    row = sealed_batch(cache, streams[:1])
-    sealed = 8 * int(row.num_chunks)
-    assert sealed > LENGTH
+    row = compressed_batch(cache, streams[:1])
+    compressed = 8 * int(row.num_chunks)
+    assert compressed > LENGTH
     for layer in range(SHAPE.num_layers):
         codes, scale = (
             cache.groups[0].store.page[name][layer][row.pages[0]] for name in ("landmarks", "landmark_scale")
         )
-        rotated = rotate_plainly(streams[0].k[layer, :sealed], torch.arange(sealed, device=DEVICE))
+        rotated = rotate_plainly(streams[0].k[layer, :compressed], torch.arange(compressed, device=DEVICE))
         means = rotated.unflatten(0, (-1, 8, 8)).mean(2).transpose(1, 2)  # [pages, H, C, d]
         stored = codes.float() * scale[..., None, None]
         largest = means.abs().amax((2, 3), keepdim=True)
@@ -46,7 +46,7 @@ def test_the_same_chunks_are_found() -> None:
         q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
         found = []
         for cache, streams in caches:
-            selected = cache.parts.index.select(cache.groups[0].store, 1, q, sealed_batch(cache, streams)).chunks
+            selected = cache.parts.index.select(cache.groups[0].store, 1, q, compressed_batch(cache, streams)).chunks
             assert selected.shape[-1] == budget
             assert selected.min() >= 0
             empty = torch.zeros(*selected.shape[:2], LENGTH // 8, dtype=torch.bool, device=DEVICE)
@@ -60,7 +60,7 @@ def test_chunks_of_zeros_are_zeros() -> None:
     stream = Stream(0, cache.allocate(700, 800))
     stream.k.zero_()
     prefill(cache, [(stream, 700)])
-    row = sealed_batch(cache, [stream])
+    row = compressed_batch(cache, [stream])
     assert not cache.groups[0].store.page["landmarks"][0][row.pages[0]].float().any()
 
 

@@ -36,36 +36,40 @@ def learns(spec: KVSpec) -> bool:
 
 
 @st.composite
-def standings(draw: st.DrawFn, growth: Growth) -> SegmentState:
-    """Dense, or sealed up to some page with a state that reaches some way."""
+def segment_states(draw: st.DrawFn, growth: Growth) -> SegmentState:
+    """Dense, or compressed up to some page with a state that is valid some way on."""
     segments = draw(st.integers(0, MAX_SEGMENTS if growth.learns else 1))
     if not segments:
         return SegmentState()
-    sealed = PAGE * draw(st.integers(1, 30))
+    compressed = PAGE * draw(st.integers(1, 30))
     if segments == MAX_SEGMENTS or not growth.learns:
-        return SegmentState(sealed, segments, UNLIMITED, UNLIMITED)
-    reach = sealed + draw(st.integers(-200, 1000))
-    return SegmentState(sealed, segments, reach, max(sealed, reach) + draw(st.integers(0, 3000)))
+        return SegmentState(compressed, segments, UNLIMITED, UNLIMITED)
+    valid_until = compressed + draw(st.integers(-200, 1000))
+    return SegmentState(compressed, segments, valid_until, max(compressed, valid_until) + draw(st.integers(0, 3000)))
 
 
 def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[int, int]:
     """Segments that a sequence gains and its longest tail while it is compressed, one token after the other."""
     spec, before, longest = growth.spec, at.segments, 0
 
-    after = growth.sealed(at, start, start == capacity)
-    at = growth.fitted(at, after.tokens, start) if after.fits else replace(at, sealed=after.tokens)
+    after = growth.compressed(at, start, start == capacity)
+    at = growth.fitted(at, after.tokens, start) if after.fits else replace(at, compressed=after.tokens)
     for length in range(start, capacity + 1):
         if at.segments:
-            longest = max(longest, length - at.sealed)
+            longest = max(longest, length - at.compressed)
         if length == capacity:
             break
-        tail = length - at.sealed  # what is sealed before the step that adds a token
-        if at.sealed + PAGE > at.generated_reach and tail >= growth.late_limit(at.segments):
-            after = growth.sealed(at, length, False)
+        tail = length - at.compressed  # what is compressed before the step that adds a token
+        if at.compressed + PAGE > at.generated_valid_until and tail >= growth.late_limit(at.segments):
+            after = growth.compressed(at, length, False)
             assert after.fits
             at = growth.fitted(at, after.tokens, length)
-        if at.segments and at.sealed + PAGE <= at.generated_reach and length - at.sealed >= spec.local + PAGE:
-            at = replace(at, sealed=at.sealed + PAGE)
+        if (
+            at.segments
+            and at.compressed + PAGE <= at.generated_valid_until
+            and length - at.compressed >= spec.local + PAGE
+        ):
+            at = replace(at, compressed=at.compressed + PAGE)
     return at.segments - before, longest
 
 
@@ -73,8 +77,8 @@ def walk(growth: Growth, at: SegmentState, start: int, capacity: int) -> tuple[i
 @given(st.data(), specs, tokens, tokens)
 def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, new, more):
     growth = Growth(resolve(spec, SHAPE), learns(spec))
-    at = data.draw(standings(growth))
-    start = at.sealed + max(1, new)
+    at = data.draw(segment_states(growth))
+    start = at.compressed + max(1, new)
     forecast = growth.forecast(at, start, start + more)
     segments, tail = walk(growth, at, start, start + more)
     assert segments <= forecast.segments
@@ -86,16 +90,16 @@ def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, n
 
 @settings(deadline=None)
 @given(st.data(), specs, tokens)
-def test_what_is_sealed_grows_with_the_sequence_and_leaves_the_newest_exact(data, spec, new):
+def test_what_is_compressed_grows_with_the_sequence_and_leaves_the_newest_exact(data, spec, new):
     growth = Growth(resolve(spec, SHAPE), learns(spec))
-    at = data.draw(standings(growth))
-    length = at.sealed + new
-    after = growth.sealed(at, length, final=False)
+    at = data.draw(segment_states(growth))
+    length = at.compressed + new
+    after = growth.compressed(at, length, final=False)
     assert after.tokens % PAGE == 0
-    assert at.sealed <= after.tokens <= max(at.sealed, length - spec.local)
-    assert after.fits == (after.tokens > max(at.sealed, at.reach))
+    assert at.compressed <= after.tokens <= max(at.compressed, length - spec.local)
+    assert after.fits == (after.tokens > max(at.compressed, at.valid_until))
     if after.fits:
-        assert length - at.sealed >= growth.limit(at.segments)
+        assert length - at.compressed >= growth.limit(at.segments)
 
 
 def feed(cache: KVCache, sequence: CachedSequence, count: int) -> None:
@@ -116,11 +120,11 @@ def step(cache: KVCache, sequence: CachedSequence) -> None:
 
 
 def check(cache: KVCache, sequence: CachedSequence) -> None:
-    pages, tables = -(-sequence.length // PAGE) - sequence.sealed // PAGE, cache.groups[0].pool.tables
+    pages, tables = -(-sequence.length // PAGE) - sequence.compressed // PAGE, cache.groups[0].pool.tables
     assert pages <= len(sequence.ring if sequence.path else sequence.dense), "two pages of the tail in one place"
     if sequence.path:
-        names = sequence.static + sequence.ring
-        assert tables.exact[sequence.slot, : len(names)].tolist() == names
+        page_ids = sequence.static + sequence.ring
+        assert tables.exact[sequence.slot, : len(page_ids)].tolist() == page_ids
 
 
 turns = st.lists(
@@ -164,17 +168,17 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
     cache = make_cache(spec, blocks=900, max_model_len=16384)
     sequence = cache.allocate(1, 1)
     for number in range(1, MAX_SEGMENTS + 3):
-        reach = sequence.path[-1].reach if sequence.path else 0
+        valid_until = sequence.path[-1].valid_until if sequence.path else 0
         if number > MAX_SEGMENTS:
-            assert reach == UNLIMITED
-            reach = sequence.length
-        start = max(sequence.length + spec.exact_limit, reach + PAGE + spec.local) + 1
+            assert valid_until == UNLIMITED
+            valid_until = sequence.length
+        start = max(sequence.length + spec.exact_limit, valid_until + PAGE + spec.local) + 1
         cache.extend(sequence, start, start)
         feed(cache, sequence, start - sequence.length)
         assert len(sequence.path) == min(number, MAX_SEGMENTS)
     assert len({segment.state for segment in sequence.path}) == MAX_SEGMENTS
     assert len(sequence.static) == spec.static_pages + (MAX_SEGMENTS - 1) * spec.outlier_pages
-    assert sequence.length - sequence.sealed < spec.local + PAGE
+    assert sequence.length - sequence.compressed < spec.local + PAGE
     cache.release(sequence)
 
 
@@ -201,7 +205,7 @@ def test_a_settled_state_serves_whatever_is_generated() -> None:
     feed(cache, sequence, SETTLED)
     for _ in range(700):
         step(cache, sequence)
-    assert len(sequence.path) == 1 and sequence.length - sequence.sealed <= cache.spec.local + PAGE
+    assert len(sequence.path) == 1 and sequence.length - sequence.compressed <= cache.spec.local + PAGE
     # But not a prompt of that length, which may be about anything.
     start = sequence.length + 900
     cache.extend(sequence, start, start)

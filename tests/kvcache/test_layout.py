@@ -26,7 +26,7 @@ def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torc
 def test_pages_and_blocks_grow_with_the_capacity(spec, start, more, step):
     layout = layout_of(spec)
     smaller, larger = (layout.pages(start, start + grown) for grown in (more, more + step))
-    for kind in ("dense", "static", "ring", "sealed"):
+    for kind in ("dense", "static", "ring", "compressed"):
         assert getattr(smaller, kind) <= getattr(larger, kind)
     assert layout.blocks(smaller).within(layout.blocks(larger))
 
@@ -37,10 +37,10 @@ def test_pages_and_blocks_grow_with_the_capacity(spec, start, more, step):
 def test_pages_hold_every_token_of_the_sequence(spec, start, more):
     capacity = start + more
     pages = layout_of(spec).pages(start, capacity)
-    if not spec.seals or capacity <= spec.dense_limit:
+    if not spec.compresses or capacity <= spec.dense_limit:
         assert pages == PageCount(dense=-(-capacity // PAGE))
         return
-    assert (pages.sealed + pages.ring) * PAGE >= capacity
+    assert (pages.compressed + pages.ring) * PAGE >= capacity
     assert pages.static * PAGE >= spec.static_tokens
     if start > spec.dense_limit:
         assert pages.dense == 0
@@ -52,7 +52,7 @@ def test_pages_hold_every_token_of_the_sequence(spec, start, more):
 @settings(deadline=None)
 @given(capacity=st.integers(1, 20_000), late=st.booleans())
 def test_what_a_sequence_may_take_at_the_most_is_enough_for_any_prompt(spec, capacity, late):
-    layout = layout_of(replace(spec, dense_below=8192) if late and spec.seals else spec)
+    layout = layout_of(replace(spec, dense_below=8192) if late and spec.compresses else spec)
     most = layout.most_demand(capacity)
     for start in (1, capacity):
         assert layout.demand(start, capacity).within(most)
@@ -61,14 +61,14 @@ def test_what_a_sequence_may_take_at_the_most_is_enough_for_any_prompt(spec, cap
 @specs
 def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
     layout = layout_of(spec)
-    sealed_pages = 17 if spec.seals else 0
-    host = sealed_pages if spec.place == "host" else 0
-    pages = PageCount(dense=3, static=2, ring=4, sealed=sealed_pages, host=host, segments=2)
+    compressed_pages = 17 if spec.compresses else 0
+    host = compressed_pages if spec.place == "host" else 0
+    pages = PageCount(dense=3, static=2, ring=4, compressed=compressed_pages, host=host, segments=2)
     blocks = layout.blocks(pages)
-    exact, sealed = layout.exact_per_block, max(1, layout.sealed_per_block)
+    exact, compressed = layout.exact_per_block, max(1, layout.compressed_per_block)
     assert exact * layout.exact_bytes <= layout.block_bytes
-    assert sealed * layout.sealed_bytes <= layout.block_bytes
-    assert blocks["device"] == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
+    assert compressed * layout.compressed_bytes <= layout.block_bytes
+    assert blocks["device"] == -(-3 // exact) + -(-6 // exact) + -(-pages.compressed // compressed)
     assert blocks["host"] == host
     assert blocks["segment_slots"] == 2
     assert blocks["states"] == (2 if layout.state_fields else 0)
@@ -76,20 +76,20 @@ def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
 
 
 @settings(deadline=None)
-@given(exact=st.integers(1, 4000), sealed=st.integers(1, 4000))
-def test_packing_wastes_little_in_small_blocks(exact, sealed):
-    count, other, size = pack(exact, sealed)
+@given(exact=st.integers(1, 4000), compressed=st.integers(1, 4000))
+def test_packing_wastes_little_in_small_blocks(exact, compressed):
+    count, other, size = pack(exact, compressed)
     assert count >= 1 and other >= 1
-    assert size == max(count * exact, other * sealed)
-    if sealed <= exact:
-        # Some 1 to 8 pages come within a sixteenth of a sealed page of a whole number of them.
-        assert 1 - min(count * exact, other * sealed) / size <= max(MIN_WASTE, 1 / 8)
+    assert size == max(count * exact, other * compressed)
+    if compressed <= exact:
+        # Some 1 to 8 pages come within a sixteenth of a compressed page of a whole number of them.
+        assert 1 - min(count * exact, other * compressed) / size <= max(MIN_WASTE, 1 / 8)
 
 
 def test_turbo_pages_of_an_8b_model_fill_their_blocks():
     layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
-    assert (layout.exact_per_block, layout.sealed_per_block) == (2, 11)
-    assert layout.block_bytes == 11 * layout.sealed_bytes
+    assert (layout.exact_per_block, layout.compressed_per_block) == (2, 11)
+    assert layout.block_bytes == 11 * layout.compressed_bytes
     assert layout.block_bytes - 2 * layout.exact_bytes < 2 * MIN_WASTE * layout.block_bytes
 
 
@@ -100,9 +100,9 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     size, heads, dim = dtype.itemsize, shape.num_kv_heads, shape.head_dim
     rank = layout.spec.as_dict()["rank"]
     exact = 2 * heads * PAGE * dim * size
-    sealed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
+    compressed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
     assert exact <= layout.exact_bytes < exact + GRANULE
-    assert sealed <= layout.sealed_bytes < sealed + 48 + GRANULE
+    assert compressed <= layout.compressed_bytes < compressed + 48 + GRANULE
     unit = layout.bytes_per_block()
     assert unit["device"] == shape.num_layers * layout.block_bytes
     assert unit["host"] == shape.num_layers * heads * PAGE * dim * size
@@ -121,14 +121,16 @@ def test_bytes_of_the_papers_layout(shape, dtype):
 
 def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
     device, host = layout_of(preset("shadowkv", place="device")), layout_of(preset("shadowkv"))
-    assert "values" in {field.name for field in device.sealed_fields}
+    assert "values" in {field.name for field in device.compressed_fields}
     assert device.host_fields == ()
     assert device.bytes_per_block()["host"] == 0
-    assert "values" not in {field.name for field in host.sealed_fields}
+    assert "values" not in {field.name for field in host.compressed_fields}
     assert [field.name for field in host.host_fields] == ["values"]
     coded = layout_of(preset("turbo-host"))
     assert [field.name for field in coded.host_fields] == ["values"]
-    assert "value_scale" in {field.name for field in coded.sealed_fields}  # 2 bytes a token are not worth a transfer
+    assert "value_scale" in {
+        field.name for field in coded.compressed_fields
+    }  # 2 bytes a token are not worth a transfer
 
 
 def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:
@@ -153,7 +155,7 @@ def test_there_is_no_buffer_where_it_would_not_help():
 
 def test_the_full_policy_needs_exact_pages_alone():
     layout = layout_of(preset("full"))
-    assert (layout.sealed_fields, layout.host_fields, layout.state_fields) == ((), (), ())
+    assert (layout.compressed_fields, layout.host_fields, layout.state_fields) == ((), (), ())
     assert layout.fixed_bytes(9) == 0
     assert layout.fixed_blocks(9) == Blocks(sequences=9)
     assert layout.block_bytes == layout.exact_bytes
@@ -162,9 +164,9 @@ def test_the_full_policy_needs_exact_pages_alone():
 
 def test_a_block_is_large_enough_for_either_kind_of_page():
     layout = layout_of(KVSpec(index="chunk-mean", chunk=1))  # as many landmarks as keys
-    assert layout.sealed_bytes > layout.exact_bytes
-    assert layout.block_bytes >= layout.sealed_bytes
-    assert layout.sealed_per_block >= 1
+    assert layout.compressed_bytes > layout.exact_bytes
+    assert layout.block_bytes >= layout.compressed_bytes
+    assert layout.compressed_per_block >= 1
 
 
 def test_blocks_add_subtract_and_compare_tier_by_tier():
@@ -183,4 +185,4 @@ def test_blocks_add_subtract_and_compare_tier_by_tier():
      ("turbo-host:index=sketch-1bit", True)],
 )  # fmt: skip
 def test_pages_hold_excluded_chunks_where_somebody_reads_them(kv, kept):
-    assert ("excluded" in {field.name for field in layout_of(preset(kv)).sealed_fields}) == kept
+    assert ("excluded" in {field.name for field in layout_of(preset(kv)).compressed_fields}) == kept

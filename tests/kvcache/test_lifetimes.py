@@ -174,7 +174,7 @@ class Lifetimes(RuleBasedStateMachine):
     @invariant()
     def blocks_have_as_many_references_as_owners(self) -> None:
         held = [stream.sequence for stream in self.running + self.finished]
-        for tier, names in (
+        for tier, ids in (
             ("device", [list(s.device_pages()) for s in held]),
             ("host", [[*s.host_reserve, *(n for one in s.path for n in one.value_pages)] for s in held]),
             ("states", [[*s.state_reserve, *(one.state for one in s.path if one.state is not None)] for s in held]),
@@ -182,10 +182,10 @@ class Lifetimes(RuleBasedStateMachine):
             if tier == "host" and not self.cache.layout.host_fields:
                 continue
             pool = self.cache.groups[0].pool.pools[tier]
-            owners = Counter(block for one in names for block in pool.blocks_of(one))
+            owners = Counter(block for one in ids for block in pool.blocks_of(one))
             assert pool.num_blocks - pool.free_blocks == len(owners)
             assert all(pool.references(block) == count for block, count in owners.items())
-        written = Counter(n for s in held for n in (*s.ring, *s.sealed_reserve, *s.static_reserve))
+        written = Counter(n for s in held for n in (*s.ring, *s.compressed_reserve, *s.static_reserve))
         assert max(written.values(), default=1) == 1, "what is written has one owner"
         assert self.cache.held(held) == self.cache.total - self.cache.free
 

@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, OutOfBlocks, 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64)
 EXACT = (Field("k", (2, 64, 8), torch.bfloat16), Field("v", (2, 64, 8), torch.bfloat16))
-SEALED = (
+COMPRESSED = (
     Field("latents", (8, 8, 5), torch.bfloat16),
     Field("landmarks", (2, 8, 8), torch.bfloat16),
     Field("excluded", (2, 8), torch.bool),
@@ -88,27 +88,27 @@ def test_fields_of_pages_never_overlap(layout, layers, blocks, seed):
 
 
 @settings(deadline=None, max_examples=40)
-@given(exact=fields, sealed=fields, blocks=st.integers(2, 5), seed=st.integers(0, 2**32 - 1))
-def test_blocks_may_hold_exact_or_several_sealed_pages_side_by_side(exact, sealed, blocks, seed):
+@given(exact=fields, compressed=fields, blocks=st.integers(2, 5), seed=st.integers(0, 2**32 - 1))
+def test_blocks_may_hold_exact_or_several_compressed_pages_side_by_side(exact, compressed, blocks, seed):
     torch.manual_seed(seed)
-    block_bytes = max(page_bytes(exact), page_bytes(sealed))
+    block_bytes = max(page_bytes(exact), page_bytes(compressed))
     tier = Tier("device", 2, block_bytes, blocks, CPU)
     granules = tier.allocate(blocks)
     random.Random(seed).shuffle(granules)
-    ours = pages_of(granules[: blocks // 2], sealed, block_bytes)
-    written = fill(tier, sealed, ours) + fill(tier, exact, granules[blocks // 2 :])
+    ours = pages_of(granules[: blocks // 2], compressed, block_bytes)
+    written = fill(tier, compressed, ours) + fill(tier, exact, granules[blocks // 2 :])
     for view, value in written:
         assert torch.equal(bits(view), bits(value))
 
 
 def test_writing_pages_leaves_other_blocks_alone(seed):
     size = page_bytes(EXACT)
-    assert size // page_bytes(SEALED) >= 2
+    assert size // page_bytes(COMPRESSED) >= 2
     tier = Tier("device", 2, size, 5, CPU)
     taken = tier.allocate(5)
     random.Random(seed).shuffle(taken)
     fill(tier, EXACT, taken[:2])
-    fill(tier, SEALED, pages_of(taken[2:3], SEALED, size))
+    fill(tier, COMPRESSED, pages_of(taken[2:3], COMPRESSED, size))
     for granule in taken[3:]:
         assert not tier.arena[:, granule * GRANULE : granule * GRANULE + size].any()
 
@@ -121,14 +121,14 @@ def test_a_released_block_may_come_back_as_the_other_kind_of_page(seed):
     fill(tier, EXACT, [first])
     tier.release([first])
     assert tier.allocate(1) == [first]
-    kept += fill(tier, SEALED, pages_of([first], SEALED, size))
+    kept += fill(tier, COMPRESSED, pages_of([first], COMPRESSED, size))
     for view, value in kept:
         assert torch.equal(bits(view), bits(value))
 
 
 def test_views_start_aligned_for_vector_loads():
-    tier = Tier("device", 2, page_bytes(SEALED), 3, CPU)
-    for layers in tier.views(SEALED).values():
+    tier = Tier("device", 2, page_bytes(COMPRESSED), 3, CPU)
+    for layers in tier.views(COMPRESSED).values():
         for view in layers:
             assert view.data_ptr() % 16 == 0
             assert view.stride(0) * view.dtype.itemsize == GRANULE
@@ -180,10 +180,10 @@ def test_out_of_pages_takes_nothing_and_names_the_numbers():
 
 def test_every_tier_has_a_spare_block_that_is_never_handed_out():
     for blocks in (0, 3):
-        tier = Tier("host", 2, page_bytes(SEALED), blocks, CPU)
+        tier = Tier("host", 2, page_bytes(COMPRESSED), blocks, CPU)
         assert tier.spare not in tier.allocate(blocks)
         assert tier.free_blocks == 0
-        fill(tier, SEALED, [tier.spare])
+        fill(tier, COMPRESSED, [tier.spare])
 
 
 def test_a_tier_may_have_blocks_of_no_bytes_if_it_has_none_of_them():

@@ -9,14 +9,14 @@ from typing import Any
 import driver
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, prefill
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shadowkv.kvcache.codecs import latents
 from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
 from shadowkv.kvcache.parts import build_parts, resolve
-from shadowkv.kvcache.parts.base import SealedTokens
+from shadowkv.kvcache.parts.base import CompressedTokens
 from shadowkv.kvcache.parts.keys_shard import WIDTHS, allocate
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
@@ -115,7 +115,7 @@ def rebuilt_error(kv: str) -> float:
     stream = Stream(1, cache.allocate(700, 800))
     decaying(stream)
     prefill(cache, [(stream, 700)])
-    batch = sealed_batch(cache, [stream])
+    batch = compressed_batch(cache, [stream])
     every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     rows = gather_selected(cache.parts.keys.source(cache.groups[0].store, 0, batch), every)[0].transpose(0, 1)
     rotary = cache.groups[0].store.rotary
@@ -137,7 +137,7 @@ def test_tokens_that_come_later_are_stored_like_the_prompt() -> None:
     prefill(cache, [(stream, 500)])
     while stream.length < 610:
         decode(cache, [stream])
-    assert stream.sequence.sealed > 500
+    assert stream.sequence.compressed > 500
     assert stream.output().isfinite().all()
 
 
@@ -188,7 +188,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_sealing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of one state and of many, more than are projected at a time; rows of a step, each with a state."""
     monkeypatch.setattr(driver, "SHAPE", replace(SHAPE, head_dim=64))
     monkeypatch.setattr(driver, "ROPE", RopeConfig(64))
@@ -196,11 +196,11 @@ def test_sealing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypa
     cache = make_cache(preset("full:keys=low-rank-mixed,rank=96"), slots=count)
     part, shape = cache.parts.keys, (2, count, 64, 2, 64)
     pages, rows = torch.arange(count, device=DEVICE), torch.randn(shape, device=DEVICE)
-    tokens = SealedTokens(slice(None), pages if own else pages[:1], 64 * pages, pages, pages, rows, rows, rows)
+    tokens = CompressedTokens(slice(None), pages if own else pages[:1], 64 * pages, pages, pages, rows, rows, rows)
     with PeakBytes() as peak:
-        part.seal(cache.groups[0].store, tokens)
-    assert peak.most <= part.sealing_bytes()
-    assert cache.ops.backends["project_latents"] != "reference" or part.sealing_bytes() < 3 * peak.most
+        part.compress(cache.groups[0].store, tokens)
+    assert peak.most <= part.compression_bytes()
+    assert cache.ops.backends["project_latents"] != "reference" or part.compression_bytes() < 3 * peak.most
     with PeakBytes() as peak:
         part.source(
             cache.groups[0].store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages)

@@ -87,7 +87,7 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together
-    observed = stored if cache.spec.seals else 0
+    observed = stored if cache.spec.compresses else 0
     assert calls == Counter(ragged_attention=SHAPE.num_layers, write_tokens=stored, observe=observed)
 
 
@@ -95,12 +95,12 @@ def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:
     cache = make_cache(POLICIES["full"])
     streams = [start(cache, seed, length) for seed, length in enumerate((5, 7, 100, 99, 2))]
     (batch,) = cache.prefill_batch([(s.sequence, s.sequence.capacity - ROOM) for s in streams]).groups
-    runs = [(run.start, run.stop, run.alone is None, run.lengths) for run in batch.block(0, 213).runs]
+    runs = [(rows.start, rows.stop, rows.alone is None, rows.lengths) for rows in batch.block(0, 213).row_ranges]
     assert runs == [(0, 213, True, (5, 7, 100, 99, 2))]
-    runs = [(run.start, run.stop, run.alone is None, run.lengths) for run in batch.block(8, 213).runs]
+    runs = [(rows.start, rows.stop, rows.alone is None, rows.lengths) for rows in batch.block(8, 213).row_ranges]
     assert runs == [(8, 12, False, ()), (12, 213, True, (100, 99, 2))]
-    assert batch.block(8, 213).runs[1].cu_seqlens.tolist() == [0, 100, 199, 201]
-    cut = [(run.start, run.stop, run.alone is None) for run in batch.block(2, 150).runs]
+    assert batch.block(8, 213).row_ranges[1].cu_seqlens.tolist() == [0, 100, 199, 201]
+    cut = [(rows.start, rows.stop, rows.alone is None) for rows in batch.block(2, 150).row_ranges]
     assert cut == [(2, 5, False), (5, 112, True), (112, 150, False)]
     for b in (batch.block(0, 50), batch.block(50, 213)):
         assert torch.equal(batch.last[b.kept] - b.start, b.last)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, rotate_plainly, sealed_batch
+from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, plain_attention, prefill, rotate_plainly
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import diagnostics
@@ -34,22 +34,22 @@ def plain_basis(stream: Stream, layer: int, rank: int) -> torch.Tensor:
     return torch.linalg.svd(stream.k[layer, :S].flatten(1).double(), full_matrices=False).Vh[:rank].T
 
 
-def plain_outliers(rotated: torch.Tensor, sealed: int, spec: KVSpec) -> list[set[int]]:
+def plain_outliers(rotated: torch.Tensor, compressed: int, spec: KVSpec) -> list[set[int]]:
     """Per kv head the chunks with the lowest smallest cosine similarity to their mean; never the sink."""
     result = []
     for head in range(SHAPE.num_kv_heads):
         worst = {}
-        for chunk in range(1, sealed // spec.chunk):
+        for chunk in range(1, compressed // spec.chunk):
             members = rotated[chunk * spec.chunk : (chunk + 1) * spec.chunk, head]
             worst[chunk] = torch.cosine_similarity(members, members.mean(0, keepdim=True), dim=-1).min().item()
         result.append(set(sorted(worst, key=worst.__getitem__)[: spec.outliers]))
     return result
 
 
-def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> torch.Tensor:
-    """Output [layers, H_q, d] of the token at ``position`` with the first ``sealed`` tokens sealed."""
+def plain_decode(stream: Stream, position: int, compressed: int, spec: KVSpec) -> torch.Tensor:
+    """Output [layers, H_q, d] of the token at ``position`` with the first ``compressed`` tokens compressed."""
     n, c = position + 1, spec.chunk
-    first_sealed = (S - spec.local) // 64 * 64
+    first_compressed = (S - spec.local) // 64 * 64
     result = []
     for layer in range(SHAPE.num_layers):
         q = rotate_plainly(stream.q[layer, position:n], torch.tensor([position], device=DEVICE))[0]
@@ -59,11 +59,11 @@ def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> to
             v = plain_basis(stream, layer, dict(spec.settings)["rank"])
             low = (stream.k[layer, :n].flatten(1).double() @ v @ v.T).float().view(n, SHAPE.num_kv_heads, -1)
             rebuilt = rotate_plainly(low, torch.arange(n, device=DEVICE))
-        outliers = plain_outliers(exact, first_sealed, spec)
+        outliers = plain_outliers(exact, first_compressed, spec)
         for head in range(SHAPE.num_kv_heads):
             group = q[head * SHAPE.group : (head + 1) * SHAPE.group]
             kept_exact = {0} | outliers[head]
-            candidates = [chunk for chunk in range(sealed // c) if chunk not in kept_exact]
+            candidates = [chunk for chunk in range(compressed // c) if chunk not in kept_exact]
             members = torch.stack([exact[chunk * c : (chunk + 1) * c, head] for chunk in candidates])
             if spec.index == "chunk-mean":
                 logits = group @ members.mean(1).T
@@ -76,7 +76,7 @@ def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> to
             keys, values = [], []
             for token in range(n):
                 chunk = token // c
-                if token >= sealed or chunk in kept_exact:
+                if token >= compressed or chunk in kept_exact:
                     keys.append(exact[token, head])
                 elif chunk in chosen:
                     keys.append(rebuilt[token, head])
@@ -89,28 +89,32 @@ def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> to
 
 
 @pytest.mark.parametrize("spec", [SHADOWKV, QUEST], ids=["shadowkv", "quest"])
-def test_decode_follows_the_paper_through_seals(spec: KVSpec) -> None:
+def test_decode_follows_the_paper_while_pages_are_compressed(spec: KVSpec) -> None:
     cache, stream = run(spec)
     for step in range(STEPS - 1):
         decode(cache, [stream])
         if step in (0, 40, 41, 137):
-            sealed = stream.sequence.sealed
-            wanted = plain_decode(stream, stream.length - 1, sealed, spec)
+            compressed = stream.sequence.compressed
+            wanted = plain_decode(stream, stream.length - 1, compressed, spec)
             torch.testing.assert_close(stream.outputs[-1][0], wanted, atol=2e-4, rtol=1e-3)
-    assert sealed == 768  # 640 after the prompt, two pages on the way
-    assert stream.length - sealed < spec.local + 64
+    assert compressed == 768  # 640 after the prompt, two pages on the way
+    assert stream.length - compressed < spec.local + 64
 
 
 def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
     cache, stream = run(SHADOWKV)
-    row = sealed_batch(cache, [stream])
-    sealed = int(row.num_chunks) * SHADOWKV.chunk
+    row = compressed_batch(cache, [stream])
+    compressed = int(row.num_chunks) * SHADOWKV.chunk
     for layer in range(SHAPE.num_layers):
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
         rebuilt = gather_selected(cache.parts.keys.source(cache.groups[0].store, layer, row), everything)[0]
         v = plain_basis(stream, layer, dict(SHADOWKV.settings)["rank"])
-        low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
-        wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
+        low = (
+            (stream.k[layer, :compressed].flatten(1).double() @ v @ v.T)
+            .float()
+            .view(compressed, SHAPE.num_kv_heads, -1)
+        )
+        wanted = rotate_plainly(low, torch.arange(compressed, device=DEVICE)).transpose(0, 1)
         torch.testing.assert_close(rebuilt, wanted, atol=3e-4, rtol=1e-3)
         kept = diagnostics(cache, stream.sequence)["kept_energy"][layer].item()
         keys = stream.k[layer, :S].flatten(1).double()
@@ -119,14 +123,14 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
 
 def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
     cache, stream = run(SHADOWKV)
-    row = sealed_batch(cache, [stream])
-    sealed = int(row.num_chunks) * 8
+    row = compressed_batch(cache, [stream])
+    compressed = int(row.num_chunks) * 8
     for layer in range(SHAPE.num_layers):
-        rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))
+        rotated = rotate_plainly(stream.k[layer, :compressed], torch.arange(compressed, device=DEVICE))
         stored = cache.groups[0].store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(stored, rotated.unflatten(0, (-1, 8)).mean(1).transpose(0, 1))
         marked = cache.groups[0].store.excluded(layer, row.pages, row.first)[0]
-        wanted = plain_outliers(rotated, sealed, SHADOWKV)
+        wanted = plain_outliers(rotated, compressed, SHADOWKV)
         for head in range(SHAPE.num_kv_heads):
             assert set(marked[head].nonzero().flatten().tolist()) == wanted[head] | {0}
 
@@ -134,7 +138,7 @@ def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
 def test_values_of_selected_chunks_come_from_the_host_tier_unchanged() -> None:
     cache, stream = run(SHADOWKV)
     assert cache.free["host"] < cache.total["host"]
-    row = sealed_batch(cache, [stream])
+    row = compressed_batch(cache, [stream])
     selected = torch.tensor([[[3, 70, 0], [55, 2, 9]]], device=DEVICE)
     for layer in range(SHAPE.num_layers):
         got = gather_selected(cache.parts.values.source(cache.groups[0].store, layer, row), selected)[0]
@@ -145,9 +149,9 @@ def test_values_of_selected_chunks_come_from_the_host_tier_unchanged() -> None:
 
 def test_bounds_are_smallest_and_largest_keys() -> None:
     cache, stream = run(QUEST)
-    row = sealed_batch(cache, [stream])
-    sealed = int(row.num_chunks) * 16
-    rotated = rotate_plainly(stream.k[0, :sealed], torch.arange(sealed, device=DEVICE)).unflatten(0, (-1, 16))
+    row = compressed_batch(cache, [stream])
+    compressed = int(row.num_chunks) * 16
+    rotated = rotate_plainly(stream.k[0, :compressed], torch.arange(compressed, device=DEVICE)).unflatten(0, (-1, 16))
     stored = cache.groups[0].store.page["bounds"][0][row.pages[0]].transpose(0, 1)  # [H, pages, 2, C, d]
     torch.testing.assert_close(stored[:, :, 0].flatten(1, 2), rotated.amin(1).transpose(0, 1))
     torch.testing.assert_close(stored[:, :, 1].flatten(1, 2), rotated.amax(1).transpose(0, 1))
@@ -158,7 +162,7 @@ def test_turbo_with_everything_selected_loses_only_to_quantisation(kv: str) -> N
     cache, stream = run(preset(kv, budget=1.0, rank=32))
     for _ in range(STEPS - 1):
         decode(cache, [stream])
-    assert stream.sequence.sealed == 768
+    assert stream.sequence.compressed == 768
     ours, exact = stream.output()[S:], plain_attention(stream)[S:]
     error = (ours - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
     assert 0.01 < error.mean() < 0.1  # values in 4 bits are off by a tenth of their deviation
@@ -173,7 +177,7 @@ def test_turbo_with_everything_selected_loses_only_to_quantisation(kv: str) -> N
 
 def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
     """Chunks that the next token of a stream attends to, by kv head, of all its segments."""
-    batch = sealed_batch(cache, [stream])
+    batch = compressed_batch(cache, [stream])
     position = torch.tensor([stream.length], device=DEVICE)
     q = rotate_plainly(stream.q[layer, stream.length :][:1], position).expand(len(batch.slots), -1, -1)
     found: list[set[int]] = [set() for _ in range(SHAPE.num_kv_heads)]
@@ -187,9 +191,9 @@ def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
 
 
 def exact_shares(cache: KVCache, stream: Stream, layer: int, head: int) -> torch.Tensor:
-    """Softmax [G, tokens] of the next token over the sealed tokens but the sink; 0 elsewhere."""
-    sealed = stream.sequence.sealed
-    keys = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))[:, head]
+    """Softmax [G, tokens] of the next token over the compressed tokens but the sink; 0 elsewhere."""
+    compressed = stream.sequence.compressed
+    keys = rotate_plainly(stream.k[layer, :compressed], torch.arange(compressed, device=DEVICE))[:, head]
     q = rotate_plainly(stream.q[layer, stream.length :][:1], torch.tensor([stream.length], device=DEVICE))[0]
     scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ keys.T / SHAPE.head_dim**0.5
     scores[:, :SINK] = -math.inf
@@ -216,7 +220,7 @@ def test_all_columns_find_what_exact_scores_find(
         for cache, stream in caches:
             decode(cache, [stream])
     ours, exact = (stream.output() for _, stream in caches)
-    assert int(caches[0][0].groups[0].pool.tables.sealed.max()) == 768
+    assert int(caches[0][0].groups[0].pool.tables.compressed.max()) == 768
     torch.testing.assert_close(ours, exact, atol=1e-4, rtol=1e-3)
 
 
@@ -229,15 +233,15 @@ def test_tokens_are_found_by_the_first_quarter_of_their_principal_components() -
             centred = (rotated[:, head] - rotated[:, head].mean(0)).double()
             basis = torch.linalg.svd(centred, full_matrices=False).Vh[:4].T
             q = rotate_plainly(stream.q[layer, S : S + 1], torch.tensor([S], device=DEVICE))[0].double()
-            sealed = stream.sequence.sealed
-            scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ basis @ (centred[SINK:sealed] @ basis).T
+            compressed = stream.sequence.compressed
+            scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ basis @ (centred[SINK:compressed] @ basis).T
             shares = (scores / math.sqrt(SHAPE.head_dim)).softmax(-1).amax(0)
             assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
 
 
 def test_tokens_are_found_by_the_largest_of_their_skewed_columns() -> None:
     cache, stream = run(preset("infinigen", budget=64))
-    sealed, width = stream.sequence.sealed, cache.parts.index.width
+    compressed, width = stream.sequence.compressed, cache.parts.index.width
     assert width == 5  # 0.3 of 16
     for layer in range(SHAPE.num_layers):
         positions = torch.arange(S + 1, device=DEVICE)
@@ -247,7 +251,7 @@ def test_tokens_are_found_by_the_largest_of_their_skewed_columns() -> None:
             last, keys = q[S - 64 : S, group].flatten(0, 1), k[:S, head]
             skew = torch.linalg.svd(last, full_matrices=False).Vh.T
             columns = ((last @ skew).abs().mean(0) + (keys @ skew).abs().mean(0)).topk(width).indices
-            scores = q[S, group] @ skew[:, columns] @ (keys[SINK:sealed] @ skew[:, columns]).T
+            scores = q[S, group] @ skew[:, columns] @ (keys[SINK:compressed] @ skew[:, columns]).T
             shares = (scores / math.sqrt(SHAPE.head_dim)).softmax(-1).amax(0)
             assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
 
@@ -269,11 +273,11 @@ def test_generated_tokens_have_no_queries_and_are_found_by_the_largest_columns_o
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
-def test_recent_chunks_are_the_newest_sealed_ones(chunk: int) -> None:
+def test_recent_chunks_are_the_newest_compressed_ones(chunk: int) -> None:
     cache, stream = run(preset("streaming-llm", chunk=chunk, budget=64))
     for _ in range(STEPS - 1):
-        newest = stream.sequence.sealed // chunk
-        if stream.length - newest * chunk < 32 + 64:  # nothing is sealed before the next token
+        newest = stream.sequence.compressed // chunk
+        if stream.length - newest * chunk < 32 + 64:  # nothing is compressed before the next token
             wanted = set(range(newest - 64 // chunk, newest))
             assert all(chosen == wanted for chosen in selected(cache, stream, 1))
         decode(cache, [stream])
@@ -302,9 +306,11 @@ def test_votes_of_the_last_queries_choose_once_for_all_steps() -> None:
     assert [selected(cache, stream, layer) for layer in range(SHAPE.num_layers)] == before
     for _ in range(STEPS - 21):
         decode(cache, [stream])
-    sealed = stream.sequence.sealed
-    assert sealed == 768
-    assert all(chosen == set(range(sealed - 16, sealed)) for chosen in selected(cache, stream, 0))  # never dropped
+    compressed = stream.sequence.compressed
+    assert compressed == 768
+    assert all(
+        chosen == set(range(compressed - 16, compressed)) for chosen in selected(cache, stream, 0)
+    )  # never dropped
 
 
 def test_votes_are_shares_of_attention() -> None:
@@ -319,9 +325,9 @@ def test_votes_are_shares_of_attention() -> None:
     pooled = torch.stack([votes[max(0, t - 3) : t + 4].max() for t in range(S - 64)])
     mass = torch.stack([pooled[4 * c : 4 * c + 4].max() for c in range((S - 64) // 4)])
     mass[: SINK // 4] = 0
-    sealed = stream.sequence.sealed
-    assert sealed > S - 64  # voters are sealed: they rank first
-    voters = set(range((S - 64) // 4, sealed // 4))
+    compressed = stream.sequence.compressed
+    assert compressed > S - 64  # voters are compressed: they rank first
+    voters = set(range((S - 64) // 4, compressed // 4))
     chosen = selected(cache, stream, layer)[head]
     assert len(chosen) == 4
     assert voters <= chosen
@@ -341,9 +347,9 @@ def test_a_prompt_that_was_kept_dense_has_its_votes_and_newer_tokens_come_first(
     for _ in range(320 - prompt):
         decode(cache, [stream])
     path, newest = stream.sequence.path, set()
-    assert (len(path), path[-1].sealed) == (2, 256)
+    assert (len(path), path[-1].compressed) == (2, 256)
     for segment in path:  # each with its share
-        newest |= set(range(segment.sealed - 16 * 64 * len(segment.pages) // 256, segment.sealed))
+        newest |= set(range(segment.compressed - 16 * 64 * len(segment.pages) // 256, segment.compressed))
     assert all(chosen == newest for chosen in selected(cache, stream, 0))
     state = [
         cache.groups[0].store.state[name][:, path[0].state].flatten().unique().tolist() for name in ("voters", "voted")

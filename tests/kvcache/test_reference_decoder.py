@@ -34,9 +34,9 @@ def test_the_reference_decoder_equals_the_cache(name: str) -> None:
     cache.selection_hook = lambda layer, q, batch, selection: selections.append(selection) or selection
     stream = Stream(3, cache.allocate(PROMPT, PROMPT + STEPS))
     prefill(cache, [(stream, PROMPT)])
-    for _ in range(STEPS):  # two pages are sealed on the way
+    for _ in range(STEPS):  # two pages are compressed on the way
         decode(cache, [stream])
-    assert stream.sequence is not None and stream.sequence.sealed > (PROMPT - 32) // 64 * 64 + 64
+    assert stream.sequence is not None and stream.sequence.compressed > (PROMPT - 32) // 64 * 64 + 64
     alike = []
     for layer in range(SHAPE.num_layers):
         reference = REFERENCE["ReferenceLayer"]("turbo" in name, RANK, ROPE.theta, layer, values=VALUES)

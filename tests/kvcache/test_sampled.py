@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from driver import SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from driver import SHAPE, Stream, compressed_batch, decode, make_cache, prefill
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import PRESETS, preset
@@ -41,11 +41,11 @@ def test_samples_mend_attention_that_is_spread_thin_and_cost_little_where_it_is_
 
 
 def test_nothing_is_sampled_where_all_could_be_found() -> None:
-    budget, sealed = np.array([300, 300, 300]), np.array([64, 320, 6400])
-    assert preset("turbo", sampled=0.4, budget=300).sampled_chunks(budget, sealed).tolist() == [0, 120, 120]
+    budget, compressed = np.array([300, 300, 300]), np.array([64, 320, 6400])
+    assert preset("turbo", sampled=0.4, budget=300).sampled_chunks(budget, compressed).tolist() == [0, 120, 120]
     spec = preset("turbo", sampled=0.4, budget=300, chunk=8)
     assert spec.sampled_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 23]
-    assert preset("turbo", sampled=0.0).sampled_chunks(budget, sealed).tolist() == [0, 0, 0]
+    assert preset("turbo", sampled=0.0).sampled_chunks(budget, compressed).tolist() == [0, 0, 0]
     assert preset("turbo", sampled=0.7).sampled_chunks(np.array([640]), np.array([64000])).tolist() == [448]
 
 
@@ -71,7 +71,7 @@ def test_every_index_names_what_it_found_in_order() -> None:
         cache = make_cache(preset(kv, budget=256, sampled=0.0))
         stream = Stream(7, cache.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
-        batch = sealed_batch(cache, [stream])
+        batch = compressed_batch(cache, [stream])
         selected = cache.parts.index.select(cache.groups[0].store, 0, stream.q[:1, S], batch).chunks
         assert (selected.diff(dim=-1) > 0).all() and (selected >= 0).all()
 
@@ -133,7 +133,7 @@ class Seen:
         self.seeds: list[Tensor] = []
         cache.selection_hook = self._see
 
-    def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         self.chunks.append(selected.chunks)
         assert batch.sampling is not None
         self.seeds.append(batch.sampling.seeds)
@@ -149,7 +149,7 @@ def alike(one: list[Tensor], other: list[Tensor]) -> list[bool]:
 
 
 def forked(cache: KVCache, parent: Stream, seeds: list[int]) -> list[Stream]:
-    """Sequences that continue alike after what ``parent`` has sealed, each with a seed."""
+    """Sequences that continue alike after what ``parent`` has compressed, each with a seed."""
     at = cache.fork_point(parent.sequence, parent.length)
     children = [parent.going_on(cache.fork(parent.sequence, at, S, S + 20), at, parent) for _ in seeds]
     for child, seed in zip(children, seeds, strict=True):
@@ -181,9 +181,9 @@ def test_rows_select_the_same_bit_by_bit_alone_and_in_any_batch() -> None:
 
     def select(some: list[Stream], layer: int) -> Selection:
         q = torch.stack([stream.q[layer, stream.length] for stream in some])
-        return cache.parts.index.select(cache.groups[0].store, layer, q, sealed_batch(cache, some))
+        return cache.parts.index.select(cache.groups[0].store, layer, q, compressed_batch(cache, some))
 
-    select(streams, 0)  # seals what is due in all of them
+    select(streams, 0)  # compresses what is due in all of them
     for layer in range(SHAPE.num_layers):
         for together in (streams[:2], streams):
             batch = select(together, layer)
@@ -224,6 +224,6 @@ def test_plans_carry_seeds_of_segments_and_what_fills_them_up_has_one() -> None:
     assert plan.groups[0].segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
     wide = cache.rounded(plan, 8)
     (batch,) = cache.decode_batch(wide, torch.from_numpy(wide.packed()).to(cache.device)).groups[0]
-    assert batch.sealed is not None and batch.sealed.sampling is not None
-    seeds = batch.sealed.sampling.seeds.tolist()
+    assert batch.compressed is not None and batch.compressed.sampling is not None
+    seeds = batch.compressed.sampling.seeds.tolist()
     assert seeds[:3] == wanted.tolist() and seeds[3:] == [0]

@@ -32,7 +32,8 @@ def sinks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> to
 @pytest.mark.parametrize("block", [500, 50])
 @pytest.mark.parametrize("kv", KEEPING_ALL)
 def test_they_join_every_softmax_once(kv: str, block: int) -> None:
-    """Packed prompts and blocks, steps over pages that are sealed on the way, later turns over what is sealed."""
+    """Packed prompts and blocks, steps over pages that are compressed on the way, later turns over what is
+    compressed."""
     cache = make_cache(EVERYTHING[kv])
     lengths = (1000, 417, 65, 1)
     streams = [Stream(seed, cache.allocate(n, n + 300)) for seed, n in enumerate(lengths)]
@@ -42,8 +43,8 @@ def test_they_join_every_softmax_once(kv: str, block: int) -> None:
     prefill(cache, [(stream, 90) for stream in streams], block)
     for _ in range(10):
         decode(cache, streams)
-    if cache.layout.main.spec.seals:
-        assert (cache.groups[0].pool.tables.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    if cache.layout.main.spec.compresses:
+        assert (cache.groups[0].pool.tables.compressed > 0).any(), "nothing was compressed: the test would show nothing"
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 

@@ -54,7 +54,8 @@ def poisoned(spec: KVSpec) -> KVCache:
 
 
 def conversations(spec: KVSpec) -> tuple[KVCache, list[Stream]]:
-    """Two sequences and a fork of one: prefilled together and again, decoded through seals, compressed on the way."""
+    """Two sequences and a fork of one: prefilled together and again, decoded until pages are compressed and dense ones
+    are, too."""
     cache = poisoned(spec)
     streams = [Stream(number, cache.allocate(length, CAPACITY)) for number, length in enumerate((500, 90))]
     prefill(cache, [(streams[0], 500), (streams[1], 90)])
@@ -74,7 +75,7 @@ def conversations(spec: KVSpec) -> tuple[KVCache, list[Stream]]:
 def test_skipped_layers_equal_plain_attention_and_the_others_the_policy_without(kv: str) -> None:
     cache, streams = conversations(replace(KINDS[kv], skip_layers=1))
     _, others = conversations(KINDS[kv])
-    assert all(stream.sequence.sealed for stream in streams)
+    assert all(stream.sequence.compressed for stream in streams)
     for stream, other in zip(streams, others, strict=True):
         got, exact = stream.output(), plain_attention(stream)
         torch.testing.assert_close(got[:, [0, 3]], exact[:, [0, 3]], atol=5e-5, rtol=1e-4)
@@ -99,7 +100,7 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
     assert 0 < point < stream.length
     whole = cache.snapshots.export(stream.sequence)
     header = SnapshotHeader.from_json(whole.header.to_json())
-    assert header == whole.header and header.further and header.runs == (1, header.nbytes)
+    assert header == whole.header and header.other_groups and header.pieces == (1, header.nbytes)
     spans = [header.span(layer) for layer in range(SHAPE.num_layers)]
     assert all(one.stop == other.start for one, other in pairwise(spans)) and spans[-1].stop == len(whole.data[0])
     stream.outputs = []
@@ -137,15 +138,15 @@ def test_headers_that_contradict_themselves_are_refused_and_those_from_before_ar
     stream = Stream(0, cache.allocate(400, 400))
     prefill(cache, [(stream, 400)])
     header = cache.snapshots.describe(stream.sequence)
-    (ends,) = header.further
+    (ends,) = header.other_groups
     assert (header.layers, ends.layers) == ((1, 2), (0, 3))
-    wrong = [{"layers": (1,)}, {"layers": (0, 1)}, {"layers": ()}, {"further": [asdict(ends)] * 2}]
-    others = {"start": 64, "num_layers": 5, "form": "0" * 64, "layers": (), "further": [asdict(ends)]}
-    wrong += [{"further": [asdict(ends) | {name: value}]} for name, value in others.items()]
-    for changes in (*wrong, {"further": ()}):
+    wrong = [{"layers": (1,)}, {"layers": (0, 1)}, {"layers": ()}, {"other_groups": [asdict(ends)] * 2}]
+    others = {"start": 64, "num_layers": 5, "form": "0" * 64, "layers": (), "other_groups": [asdict(ends)]}
+    wrong += [{"other_groups": [asdict(ends) | {name: value}]} for name, value in others.items()]
+    for changes in (*wrong, {"other_groups": ()}):
         with pytest.raises(ValueError, match="this is no header of a snapshot"):
             SnapshotHeader.from_json(json.dumps(asdict(header) | changes))
-    plain = replace(header, layers=(), further=())
+    plain = replace(header, layers=(), other_groups=())
     before = json.loads(plain.to_json())
     assert (before["skip_layers"], before["exact_fields"]) == (0, [])
     del before["skip_layers"], before["exact_fields"]
@@ -154,7 +155,7 @@ def test_headers_that_contradict_themselves_are_refused_and_those_from_before_ar
         SnapshotHeader.from_json(json.dumps(before | {"skip_layers": 1}))
     nested = before
     for _ in range(200):
-        nested = before | {"further": [nested]}
+        nested = before | {"other_groups": [nested]}
     with pytest.raises(ValueError, match=r"nested too deeply|this is no header of a snapshot"):
         SnapshotHeader.from_json(json.dumps(nested))
 

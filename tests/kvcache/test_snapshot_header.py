@@ -162,7 +162,7 @@ def test_numbers_that_contradict_one_another_are_named(changed: dict[str, Any], 
         (0, {"num_pages": 0}, "pages of a segment 0 is not from 1 to"),
         (0, {"num_pages": 10**9}, "pages of a segment 1000000000 is not from 1 to"),
         (0, {"end": 0}, "end of a segment 0 is not from 1 to"),
-        (0, {"reach": 2**63}, "reach of a segment 9223372036854775808 is not from"),
+        (0, {"valid_until": 2**63}, "valid_until of a segment 9223372036854775808 is not from"),
         (0, {"fitted": 65}, "are no whole pages"),
         (0, {"fitted": 2**20}, "fitted pages of a segment 1048576 is not from 64 to"),
         (0, {"static_tokens": -1}, "static tokens -1 is not from 0 to"),
@@ -207,11 +207,11 @@ def test_cuts(header: SnapshotHeader) -> None:
                 header.cut(stop)
             continue
         cut = header.cut(stop)
-        sealed = cut.segments[-1].sealed(header.start) if cut.segments else header.start
-        assert sealed + cut.tail_tokens == stop
+        compressed = cut.segments[-1].compressed(header.start) if cut.segments else header.start
+        assert compressed + cut.tail_tokens == stop
         assert cut.observed == (header.observed and stop == header.length)
         for one, whole in zip(cut.segments, header.segments):
-            assert (one.first, one.reach - one.end) == (whole.first, whole.reach - whole.end)
+            assert (one.first, one.valid_until - one.end) == (whole.first, whole.valid_until - whole.end)
 
 
 FORMS = {

@@ -64,7 +64,7 @@ def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
     stop = cache.fork_point(stream.sequence, 900)
     with cache.snapshots.open_reading(stream.sequence, stop=stop) as reading:
         first = read(reading)
-    assert stop == first.header.length == (stream.sequence.sealed or 896) and not first.header.cut(stop).observed
+    assert stop == first.header.length == (stream.sequence.compressed or 896) and not first.header.cut(stop).observed
     for _ in range(70):
         decode(cache, [stream])
     prefill(cache, [(stream, 700)])
@@ -109,7 +109,7 @@ def test_what_is_read_stays_while_the_sequence_goes_on_and_leaves(kv: str, lengt
     assert cache.free == cache.total
 
 
-@pytest.mark.parametrize("length", [1040, 400, 150, 3])  # all but the last seal a page within a few steps
+@pytest.mark.parametrize("length", [1040, 400, 150, 3])  # all but the last compress a page within a few steps
 @pytest.mark.parametrize("kv", SPECS)
 def test_a_finished_sequence_is_read_with_its_tail(kv: str, length: int) -> None:
     cache = poisoned(make_cache(SPECS[kv], slots=30, blocks=80))
@@ -150,13 +150,13 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
     for _ in range(steps):
         decode(cache, [stream])
     whole, stop = cache.snapshots.export(stream.sequence), min(at, stream.length)
-    sealed, dense = stream.sequence.sealed, not stream.sequence.path
-    if stop <= sealed and cache.fork_point(stream.sequence, stop) != stop:
+    compressed, dense = stream.sequence.compressed, not stream.sequence.path
+    if stop <= compressed and cache.fork_point(stream.sequence, stop) != stop:
         with pytest.raises(ValueError, match="cut at"):
             other.snapshots.load([(whole, stop)], CAPACITY)
         assert other.free == other.total
         return
-    if stop <= sealed:
+    if stop <= compressed:
         left = cache.fork(stream.sequence, stop, stop, CAPACITY)
     else:
         left = stream.sequence
@@ -263,8 +263,8 @@ def test_with_outliers_pages_can_be_cut_behind_those_that_were_fitted() -> None:
     for _ in range(200):
         decode(cache, [stream])
     (segment,) = stream.sequence.path
-    assert segment.fitted == 832 and segment.sealed > 960
-    assert [cache.fork_point(stream.sequence, n) for n in (831, 832, 900, 5000)] == [0, 832, 896, segment.sealed]
+    assert segment.fitted == 832 and segment.compressed > 960
+    assert [cache.fork_point(stream.sequence, n) for n in (831, 832, 900, 5000)] == [0, 832, 896, segment.compressed]
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

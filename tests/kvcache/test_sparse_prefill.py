@@ -32,7 +32,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_turns_that_keep_everything_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.kvcache.sealing.rebuilt.SPAN_PAGES", 3)
+    monkeypatch.setattr("shadowkv.kvcache.compression.rebuilt.SPAN_PAGES", 3)
     cache = make_cache(POLICIES[name])
     lengths = [1700, 900]
     streams = [Stream(seed, cache.allocate(n, n + 20)) for seed, n in enumerate(lengths)]

@@ -214,7 +214,7 @@ def test_without_an_index_everything_is_selected():
 
 
 @pytest.mark.parametrize(
-    ("spec", "seals"),
+    ("spec", "compresses"),
     [
         (KVSpec(), False),
         (KVSpec(chunk=16, local=64), False),
@@ -223,8 +223,8 @@ def test_without_an_index_everything_is_selected():
         (KVSpec(place="host"), True),
     ],
 )
-def test_only_the_dense_attended_policy_on_the_device_never_seals(spec, seals):
-    assert spec.seals is seals
+def test_only_the_dense_attended_policy_on_the_device_never_compresses(spec, compresses):
+    assert spec.compresses is compresses
 
 
 def test_dense_limit_is_what_stays_exact_with_the_floor_for_the_default_budget_alone():
@@ -257,11 +257,11 @@ def test_attended_tokens_never_exceed_the_context_and_count_every_share(spec, co
 @settings(deadline=None)
 @given(length=tokens)
 def test_the_exact_tail_holds_local_to_local_plus_a_page_and_fits_its_ring(spec, length):
-    sealed = spec.sealed_pages(length)
-    assert sealed >= 0
-    tail = length - sealed * PAGE
+    compressed = spec.compressed_pages(length)
+    assert compressed >= 0
+    tail = length - compressed * PAGE
     assert tail <= spec.ring_pages * PAGE
-    if sealed:
+    if compressed:
         assert spec.local <= tail < spec.local + PAGE
     assert spec.static_pages * PAGE >= spec.static_tokens == spec.chunk * (spec.sink_chunks + spec.outliers)
     assert SINK <= spec.sink_chunks * spec.chunk < SINK + spec.chunk

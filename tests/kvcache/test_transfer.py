@@ -43,7 +43,7 @@ def prefilled(spec: KVSpec, streams: list[Stream]) -> KVCache:
 
 
 def going_on(cache: KVCache, streams: list[Stream]) -> torch.Tensor:
-    """Outputs of decode steps, through seals, and of a turn between them."""
+    """Outputs of decode steps, while pages are compressed, and of a turn between them."""
     for stream in streams:
         stream.outputs = []
     for _ in range(70):
@@ -63,7 +63,7 @@ def test_what_is_loaded_goes_on_as_if_it_had_been_prefilled_there(name: str) -> 
     source = prefilled(here, streams)
     target = make_cache(there, slots=24, blocks=350, max_model_len=3000)
     scatter(target, seed=5)
-    if here.seals:
+    if here.compresses:
         counts = [len(stream.sequence.path) for stream in streams]
         assert max(counts) > 1 and min(counts) == 0
     exported = [source.snapshots.export(stream.sequence) for stream in streams]
@@ -125,12 +125,12 @@ def test_other_forms_are_refused_and_take_nothing(there: Callable[[], KVCache]) 
     assert target.free == target.total
 
 
-def test_what_is_exact_elsewhere_and_would_be_sealed_here_is_refused_but_not_what_is_sealed() -> None:
+def test_what_is_exact_elsewhere_and_would_be_compressed_here_is_refused_but_not_what_is_compressed() -> None:
     long, short = make_cache(preset("quest")), make_cache(preset("quest", budget=1.0))
     stream = Stream(0, long.allocate(300, 300))
     prefill(long, [(stream, 300)])
     assert not short.snapshots.stored_alike(long.snapshots, 300)
-    with pytest.raises(ValueError, match="300 tokens are all exact there, and would be sealed here"):
+    with pytest.raises(ValueError, match="300 tokens are all exact there, and would be compressed here"):
         short.snapshots.load(long.snapshots.export(stream.sequence), 400)
     assert short.free == short.total
     stream = Stream(1, short.allocate(300, 300))
@@ -138,7 +138,7 @@ def test_what_is_exact_elsewhere_and_would_be_sealed_here_is_refused_but_not_wha
     stream.sequence = long.snapshots.load(short.snapshots.export(stream.sequence), 340)
     for _ in range(40):
         decode(long, [stream])
-    assert stream.sequence.sealed == 256
+    assert stream.sequence.compressed == 256
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
@@ -200,7 +200,7 @@ def test_one_prefill_into_several_caches_is_one_into_each() -> None:
 
 
 def steps(cache: KVCache, streams: list[Stream]) -> torch.Tensor:
-    """Outputs of decode steps, through seals."""
+    """Outputs of decode steps, while pages are compressed."""
     for stream in streams:
         stream.outputs = []
     for _ in range(150):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import driver
 import pytest
 import torch
-from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from driver import DEVICE, ROPE, SHAPE, Stream, compressed_batch, decode, make_cache, prefill
 from torch import Tensor
 
 from shadowkv.kvcache.parts import index_triattention
@@ -72,26 +72,30 @@ def test_one_query_at_no_distance_ranks_as_exact_scores_do(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
-def test_tokens_are_ranked_when_they_are_sealed(chunk: int) -> None:
+def test_tokens_are_ranked_when_they_are_compressed(chunk: int) -> None:
     cache = make_cache(preset("triattention", chunk=chunk, budget=64))
     stream = Stream(5, cache.allocate(S, S + 140))
     stream.q += 2 * torch.randn(6, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     prefill(cache, [(stream, S)], block=70)
     while stream.length < S + 130:
         decode(cache, [stream])
-    batch, sealed = sealed_batch(cache, [stream]), stream.sequence.sealed
-    assert len(batch.slots) == 1 and sealed == 576  # 448 after the prompt
-    page = torch.arange(sealed) // 64
+    batch, compressed = compressed_batch(cache, [stream]), stream.sequence.compressed
+    assert len(batch.slots) == 1 and compressed == 576  # 448 after the prompt
+    page = torch.arange(compressed) // 64
     now = torch.where(page < 448 // 64, S - 1, 64 * page + 64 + 32 - 1)
     for layer in range(SHAPE.num_layers):
         stored = (
-            cache.groups[0].store.page["trig_ranks"][layer][batch.pages[0]].transpose(0, 1).flatten(1)[:, :sealed].cpu()
+            cache.groups[0]
+            .store.page["trig_ranks"][layer][batch.pages[0]]
+            .transpose(0, 1)
+            .flatten(1)[:, :compressed]
+            .cpu()
         )
         ranks = cache.parts.index.ranks(cache.groups[0].store, layer, batch)[0].cpu()
         q = stream.q[layer, :1].expand(1, -1, -1).to(DEVICE)
         chosen = cache.parts.index.select(cache.groups[0].store, layer, q, batch).chunks[0].cpu()
         for head in range(SHAPE.num_kv_heads):
-            queries, keys = stream.q[layer, S - 64 : S].cpu(), stream.k[layer, :sealed, head].cpu()
+            queries, keys = stream.q[layer, S - 64 : S].cpu(), stream.k[layer, :compressed, head].cpu()
             group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
             wanted = torch.stack(
                 [formula(queries[:, i], keys, now, index_triattention.AHEAD, ROPE) for i in group]
@@ -109,7 +113,7 @@ def test_without_queries_the_newest_tokens_come_first() -> None:
     prefill(cache, [(stream, 20)])
     for _ in range(300):
         decode(cache, [stream])
-    batch = sealed_batch(cache, [stream])
+    batch = compressed_batch(cache, [stream])
     seen = cache.groups[0].store.state["trig_queries"][0][batch.states].flatten().tolist()
     assert seen[0] == 20 and len(seen) > 1 and not any(seen[1:])
     chosen = cache.parts.index.select(cache.groups[0].store, 0, stream.q[0, :1].expand(len(seen), -1, -1), batch).chunks

@@ -136,7 +136,7 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence() -> None:
     with cache.snapshots.open_reading(stream.sequence, 0, point) as reading:
         for _ in range(150):  # while it is read
             decode(cache, [stream])
-        data = torch.full(first.runs, 0xFF, dtype=torch.uint8, device=cache.device)
+        data = torch.full(first.pieces, 0xFF, dtype=torch.uint8, device=cache.device)
         for layer in range(first.num_layers):
             reading.read_layer(layer, data.flatten()[first.span(layer)])
     assert first == reading.header == SnapshotHeader.from_json(first.to_json())

@@ -32,7 +32,7 @@ class DenseBatch:
         return DenseBatch(sequences, torch.cat([torch.arange(start, start + length) for length in lengths]))
 
     def block(self, start: int, stop: int) -> DenseBatch:
-        """A run of the packed tokens."""
+        """A range of the packed tokens."""
         return DenseBatch(self.sequences[start:stop], self.positions[start:stop])
 
 

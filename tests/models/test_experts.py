@@ -25,7 +25,7 @@ from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.models import Decoder, load_config, load_model, loader
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import on_gpus, planned_runs
+from shadowkv.models.storage import on_gpus, planned_row_blocks
 from shadowkv.ops.choose_experts.reference import choose_experts
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.quantised.blocks import BLOCKS
@@ -110,10 +110,10 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
     )
     experts = blocks.model.layers[1].mlp.experts
     assert isinstance(experts.gate_up.weight, QuantisedMatrix) and isinstance(experts.down.weight, QuantisedMatrix)
-    assert {run.form for run in experts.gate_up.weight.runs} == {BLOCKS["Q4_0"], BLOCKS["Q8_0"]}
+    assert {block.form for block in experts.gate_up.weight.row_blocks} == {BLOCKS["Q4_0"], BLOCKS["Q8_0"]}
     config, forms = load_plan(tmp_path / "False.gguf")
-    runs = planned_runs(Shard(config), forms, torch.float32)
-    assert Decoder(config, torch.float32, "meta", runs).num_bytes == blocks.model.num_bytes
+    row_blocks = planned_row_blocks(Shard(config), forms, torch.float32)
+    assert Decoder(config, torch.float32, "meta", row_blocks).num_bytes == blocks.model.num_bytes
     # On a GPU gates and what they are multiplied with have one form; all of these have in down projections.
     kept = on_gpus(forms, config, torch.bfloat16)
     of_experts = {name.rpartition(".experts.")[2].partition(".")[2] for name in kept if ".experts." in name}
@@ -147,7 +147,7 @@ def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monk
     assert not any("dequantised" in note for note in ours.notes)
     config, forms = load_plan(files)
     assert config.quantization == "fp8" and forms and all(".experts." in name for name in forms)
-    planned = Decoder(config, torch.bfloat16, "meta", planned_runs(Shard(config), forms, torch.bfloat16))
+    planned = Decoder(config, torch.bfloat16, "meta", planned_row_blocks(Shard(config), forms, torch.bfloat16))
     assert planned.num_bytes == ours.model.num_bytes
     one_of = [one.model.layers[1].mlp.experts for one in (ours, theirs)]
     for one in (ours, theirs):

@@ -64,8 +64,8 @@ def test_logits_are_those_of_transformers(
     for step in zip(*(prompt(10 + seed, 70) for seed in range(3)), strict=True):
         got = runner.decode(sequences, list(step))
         texts = [[*text, token] for text, token in zip(texts, step, strict=True)]
-    assert kv == "full" or (cache.groups[0].pool.tables.sealed > 0).any(), (
-        "nothing was sealed: the test would show nothing"
+    assert kv == "full" or (cache.groups[0].pool.tables.compressed > 0).any(), (
+        "nothing was compressed: the test would show nothing"
     )
     torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
 

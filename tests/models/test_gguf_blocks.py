@@ -17,7 +17,7 @@ from test_adapter import write_adapter
 from test_families import sequences
 from thread_group import on_ranks
 
-from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
 from shadowkv.models import LoadedModel, load_model, loader, storage
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.quantised.blocks import BLOCKS
@@ -96,8 +96,8 @@ def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     sizes = {"Q4_K": 144 / 256, "Q6_K": 210 / 256}
     for layer in kept.layers:
         assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, QuantisedLinear)
-        assert [run.form for run in layer.attention.qkv.weight.runs] == [BLOCKS["Q4_K"], BLOCKS["Q6_K"]]
-        assert layer.attention.qkv.weight.runs[0].rows == 512  # q and k in one product
+        assert [block.form for block in layer.attention.qkv.weight.row_blocks] == [BLOCKS["Q4_K"], BLOCKS["Q6_K"]]
+        assert layer.attention.qkv.weight.row_blocks[0].rows == 512  # q and k in one product
         assert layer.mlp.down.weight.nbytes == sizes["Q6_K"] * 256 * 512
     saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, QuantisedMatrix))
     assert kept.num_bytes == dense.num_bytes - saved < dense.num_bytes / 2
@@ -161,7 +161,11 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
     ours, theirs = load_model(blocks, adapter=adapter), load_model(plain, adapter=adapter)
     assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
     q4_0 = BLOCKS["Q4_0"]
-    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, q4_0), Run(256, None), Run(256, q4_0))
+    assert ours.model.layers[1].attention.qkv.weight.row_blocks == (
+        RowBlock(256, q4_0),
+        RowBlock(256, None),
+        RowBlock(256, q4_0),
+    )
     assert_same_logits(ours, theirs)
 
 

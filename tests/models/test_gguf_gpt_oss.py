@@ -65,7 +65,7 @@ def test_experts_stay_in_mxfp4(tmp_path: Path) -> None:
     model = load_model(file).model
     experts = model.layers[1].mlp.experts
     for projection in (experts.gate_up, experts.down):
-        assert {run.form for run in projection.weight.runs} == {MXFP4}
+        assert {block.form for block in projection.weight.row_blocks} == {MXFP4}
     assert MXFP4.name in model.forms
     biases = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name and name.endswith(".bias"))
     numbers = sum(parameter.numel() for parameter in theirs.parameters() if parameter.ndim == 3)

@@ -23,7 +23,7 @@ from shadowkv.models import Decoder, load_config, load_model
 from shadowkv.models.checkpoints.quantised.fp4 import MXFP4
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import planned_runs
+from shadowkv.models.storage import planned_row_blocks
 from shadowkv.ops.clamped_silu_mul.reference import clamped_silu_mul
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -72,7 +72,7 @@ def test_mxfp4_files_give_the_logits_of_their_numbers(tmp_path: Path) -> None:
     experts = ours.model.layers[1].mlp.experts
     for projection in (experts.gate_up, experts.down):
         assert isinstance(projection.weight, QuantisedMatrix)
-        assert {run.form for run in projection.weight.runs} == {MXFP4}
+        assert {block.form for block in projection.weight.row_blocks} == {MXFP4}
     assert ours.model.num_parameters == theirs.model.num_parameters
     assert ours.model.expert_bytes < 0.2 * theirs.model.expert_bytes
     wanted = packed_logits(theirs.model, sequences())
@@ -99,7 +99,7 @@ def test_random_weights_are_in_the_form_that_the_config_says(tmp_path: Path) -> 
     files, _ = write_mxfp4(tmp_path)
     config, forms = load_plan(files)
     assert set(forms.values()) == {MXFP4} and all(".experts." in name for name in forms)
-    planned = Decoder(config, torch.float32, "meta", planned_runs(Shard(config), forms, torch.float32))
+    planned = Decoder(config, torch.float32, "meta", planned_row_blocks(Shard(config), forms, torch.float32))
     random, stored = load_model(files, load_format="dummy").model, load_model(files).model
     assert planned.num_bytes == random.num_bytes == stored.num_bytes
     assert all(logits.isfinite().all() for logits in packed_logits(random, sequences()))

@@ -64,7 +64,12 @@ def test_logits_are_those_of_the_numbers(kind: str, tmp_path: Path) -> None:
     """Of transformers' model with dequantised weights, too, which has none of this engine's code."""
     files, plain = write_quantised(tmp_path, kind)
     ours, theirs = load_model(files), load_model(plain)
-    forms = {run.form for module in ours.model.modules() if isinstance(module, QuantisedMatrix) for run in module.runs}
+    forms = {
+        block.form
+        for module in ours.model.modules()
+        if isinstance(module, QuantisedMatrix)
+        for block in module.row_blocks
+    }
     assert forms - {None} == ({FORMS[kind]} if kind in FORMS else set())
     assert ours.model.num_parameters == theirs.model.num_parameters
     oracle = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
@@ -122,9 +127,9 @@ def test_groups_that_a_rank_cuts_become_smaller_ones(tmp_path: Path) -> None:
     files, _ = write_quantised(tmp_path, "int4")
     loaded = on_ranks(2, lambda group: load_model(files, group=group))
     for rank in loaded:
-        (run,) = rank.model.layers[1].mlp.down.weight.runs
-        assert run.form == GroupForm("int4", 32, torch.float16)  # of 320 columns, at 160
-        assert {run.form for run in rank.model.layers[1].attention.out.weight.runs} == {FORMS["int4"]}
+        (block,) = rank.model.layers[1].mlp.down.weight.row_blocks
+        assert block.form == GroupForm("int4", 32, torch.float16)  # of 320 columns, at 160
+        assert {block.form for block in rank.model.layers[1].attention.out.weight.row_blocks} == {FORMS["int4"]}
 
 
 def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None:
@@ -136,7 +141,11 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "adapter", pairs)
     ours, theirs = load_model(files, adapter=adapter), load_model(plain, adapter=adapter)
     assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
-    assert [run.form for run in ours.model.layers[1].attention.qkv.weight.runs] == [FORMS["gptq"], None, FORMS["gptq"]]
+    assert [block.form for block in ours.model.layers[1].attention.qkv.weight.row_blocks] == [
+        FORMS["gptq"],
+        None,
+        FORMS["gptq"],
+    ]
     assert_close(packed_logits(ours.model, sequences()), packed_logits(theirs.model, sequences()))
 
 
@@ -229,7 +238,7 @@ def test_schemes_that_differ_by_module(tmp_path: Path) -> None:
         groups = {**config["config_groups"], "group_1": int8 | {"targets": targets}}
         edit_json(files / "config.json", quantization_config=config | {"config_groups": groups})
         ours = load_model(files)
-        forms = [run.form for run in ours.model.layers[1].mlp.gate_up.weight.runs]
+        forms = [block.form for block in ours.model.layers[1].mlp.gate_up.weight.row_blocks]
         assert forms == [FORMS["int4"], FORMS["int8"]]
         assert_close(packed_logits(ours.model, sequences()), packed_logits(load_model(plain).model, sequences()))
 

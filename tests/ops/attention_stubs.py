@@ -130,8 +130,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         k, v = paged_kv_cache
         assert self.shape == (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype, k.dtype)
         outs = []
-        for query, names, length in zip(q, self.pages, self.lengths):
-            rows = (x[names].transpose(1, 2).flatten(0, 1)[:length] for x in (k, v))
+        for query, page_ids, length in zip(q, self.pages, self.lengths):
+            rows = (x[page_ids].transpose(1, 2).flatten(0, 1)[:length] for x in (k, v))
             outs.append(softmax_over(query[None], *rows, False, -1)[0])
         return torch.cat(outs)
 
@@ -140,11 +140,11 @@ def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
     cache_batch_idx=None, cache_leftpad=None, block_table=None,
 ) -> Tensor:  # fmt: skip
-    """Queries [B, n, H_q, d] over pages [N, P, H, d] by names int32 [B, E]; P is a multiple of 256."""
+    """Queries [B, n, H_q, d] over pages [N, P, H, d] by page ids int32 [B, E]; P is a multiple of 256."""
     assert block_table.dtype == cache_seqlens.dtype == torch.int32 and k_cache.shape[1] % 256 == 0
     outs = []
-    for queries, names, length in zip(q, block_table, cache_seqlens.tolist()):
-        rows = (x[names.long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+    for queries, page_ids, length in zip(q, block_table, cache_seqlens.tolist()):
+        rows = (x[page_ids.long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
         outs.append(softmax_over(queries, *rows, False, -1)[0])
     return torch.stack(outs)
 

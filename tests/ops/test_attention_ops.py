@@ -45,8 +45,8 @@ def paged_case(heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple:
         ]
     )
     counts[3, 3] = torch.randint(1, 65, ())
-    names = torch.randperm(40)
-    pages = names[:25].view(5, 5)
+    page_ids = torch.randperm(40)
+    pages = page_ids[:25].view(5, 5)
     # Views as a pool has them: keys and values of a page side by side, and some bytes between pages.
     pool = torch.randn(40, 3, heads, 64, dim).to(dtype)
     used = torch.zeros(40, 64, dtype=torch.bool)

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension i
 def case(lengths: list[int], heads: int = 2, group: int = 3, dim: int = 64) -> tuple[Tensor, ...]:
     """Arguments on shuffled pages of a pool, with NaN past the end of every sequence."""
     used = [-(-length // PAGE) for length in lengths]
-    names = torch.randperm(sum(used))
+    page_ids = torch.randperm(sum(used))
     pages, counts = torch.zeros(2, len(lengths), max(used, default=0), dtype=torch.int64)
     valid = torch.zeros(sum(used), PAGE, dtype=torch.bool)
     for row, (length, count) in enumerate(zip(lengths, used)):
-        pages[row, :count], names = names[:count], names[count:]
+        pages[row, :count], page_ids = page_ids[:count], page_ids[count:]
         counts[row, :count] = (length - PAGE * torch.arange(count)).clamp(max=PAGE)
         for page, rows in zip(pages[row, :count], counts[row, :count]):
             valid[page, :rows] = True
@@ -46,8 +46,8 @@ def plain(args: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Float64 attention of every row."""
     q, k, v, pages, counts = args
     rows = []
-    for query, names, ends in zip(q, pages, counts):
-        parts = ([x[name, :, :end] for name, end in zip(names, ends)] for x in (k, v))
+    for query, page_ids, ends in zip(q, pages, counts):
+        parts = ([x[page_id, :, :end] for page_id, end in zip(page_ids, ends)] for x in (k, v))
         rows.append((query, *(torch.cat(part, dim=1) for part in parts)))
     return attend_rows(rows)
 

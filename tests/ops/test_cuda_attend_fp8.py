@@ -31,7 +31,7 @@ def problem(heads: int, group: int, dim: int, chunk: int = 8) -> Problem:
     fields = [Field(name, (heads, PAGE // chunk, chunk, dim), torch.uint8) for name in "kv"]
     tier = Tier("device", 1, sum(field.nbytes for field in fields), 2 * batch * pages, torch.device("cuda"))
     tier.arena.fill_(-1)  # NaN
-    names = torch.tensor(tier.allocate(2 * batch * pages), device="cuda")
+    page_ids = torch.tensor(tier.allocate(2 * batch * pages), device="cuda")
     place = torch.arange(64 * pages, device="cuda")
     dead = ((place < begin[:, None]) | (place >= end[:, None]))[:, None, :, None]
     sources = []
@@ -42,7 +42,7 @@ def problem(heads: int, group: int, dim: int, chunk: int = 8) -> Problem:
         rows = torch.randn(batch, heads, 64 * pages, dim, device="cuda")
         codes, scale = codec.encode(rows, None, (state[states].unsqueeze(2),))
         codes = codes.masked_fill(dead, 0x7F)
-        table = names[torch.randperm(len(names), device="cuda")][: batch * pages].view(batch, pages)
+        table = page_ids[torch.randperm(len(page_ids), device="cuda")][: batch * pages].view(batch, pages)
         view = tier.views(fields)[field.name][0]
         view[table] = codes.unflatten(2, (pages, PAGE // chunk, chunk)).transpose(1, 2)
         table = table.masked_fill(PAGE * torch.arange(pages, device="cuda") >= end[:, None], 2**40)  # never looked at

@@ -45,7 +45,7 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
     ]
     tier = Tier("device", 1, sum(field.nbytes for field in fields), 2 * batch * PAGES, torch.device("cuda"))
     tier.arena.fill_(-1)
-    names = torch.tensor(tier.allocate(2 * batch * PAGES), device="cuda")
+    page_ids = torch.tensor(tier.allocate(2 * batch * PAGES), device="cuda")
     views = {name: view[0] for name, view in tier.views(fields).items()}
     states, count = torch.randperm(2 * batch, device="cuda")[:batch], 2 * batch
     nobody = torch.ones(count, dtype=torch.bool, device="cuda").index_fill(0, states, False)
@@ -65,7 +65,7 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
         ("latents", latent.encode(spread, widths[states][:, None])),
         ("codes", torch.randint(256, (batch, heads, PAGE * PAGES, DIM // GROUP), device="cuda", dtype=torch.uint8)),
     ):
-        table = names[torch.randperm(len(names), device="cuda")][: batch * PAGES].view(batch, PAGES)
+        table = page_ids[torch.randperm(len(page_ids), device="cuda")][: batch * PAGES].view(batch, PAGES)
         paged = rows.unflatten(-2, (PAGES, PAGE // chunk, chunk))
         views[field][table] = paged if field == "latents" else paged.transpose(1, 2)
         # What is behind a row's end is never looked at.
@@ -74,7 +74,7 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
     rotary = RotaryTables(rope, PAGE * (PAGES + 30), torch.device("cuda"))
     first = PAGE * torch.randint(30, (batch,), device="cuda")
     keys = LatentKeys(views["latents"], latent, basis, mean, states, tables[0], first, rotary, widths, step)
-    nothing = torch.empty(len(names), heads, PAGE, 0, device="cuda").half()
+    nothing = torch.empty(len(page_ids), heads, PAGE, 0, device="cuda").half()
     rotation = vector.rotation_matrix(DIM, "values").cuda()
     values = CodedRows(views["codes"], nothing, vector, DIM, rotation, tables[1], None, (of_value, codebook), states)
     return torch.randn(batch, heads * group, DIM, device="cuda").bfloat16(), keys, values, begin, end

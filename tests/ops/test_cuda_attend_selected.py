@@ -131,14 +131,14 @@ def problem(
     block = -(-sum(field.nbytes for field in fields) // 256) * 256 + 256
     tier = Tier("device", 2, block, blocks, DEVICE)
     views = {name: layers[1] for name, layers in tier.views(fields).items()}
-    names = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)]
+    page_ids = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)]
     pages = torch.zeros(len(tokens), first + max(1, max(-(-length // PAGE) for length in tokens)), dtype=torch.int64)
     selected = selections(tokens, heads, count, chunk)
     rotation = torch.linalg.qr(torch.randn(dim, dim))[0] if codec is not None and codec.rotated else None
     taken = 0
     for row, length in enumerate(tokens):
         for page in range(-(-length // PAGE)):
-            name = pages[row, first + page] = names[taken]
+            page_id = pages[row, first + page] = page_ids[taken]
             taken += 1
             used = torch.zeros(heads, PAGE // chunk, dtype=torch.bool)
             for head in range(heads):
@@ -146,17 +146,17 @@ def problem(
                 here = here[(here >= 0) & (here // chunks == page)] % chunks
                 used[head, here] = True
             if keys == "rows":
-                views["keys"][name] = poisoned(torch.randn(heads, chunks, chunk, dim).bfloat16(), used).to(DEVICE)
+                views["keys"][page_id] = poisoned(torch.randn(heads, chunks, chunk, dim).bfloat16(), used).to(DEVICE)
             else:
                 x = latents.encode(torch.randn(chunks, chunk, rank) / step).to(dtype)
-                views["latents"][name] = poisoned(x, used.any(0)).to(DEVICE)
+                views["latents"][page_id] = poisoned(x, used.any(0)).to(DEVICE)
             rows = torch.randn(heads, chunks, chunk, dim) * torch.rand(heads, chunks, chunk, 1).exp()
             if codec is None:
-                views["values"][name] = poisoned(rows.bfloat16(), used).to(DEVICE)
+                views["values"][page_id] = poisoned(rows.bfloat16(), used).to(DEVICE)
             else:
                 codes, scale = codec.encode(rows, rotation)
-                views["codes"][name] = poisoned(codes, used).to(DEVICE)
-                views["scale"][name] = poisoned(scale, used).flatten(1, 2).to(DEVICE)
+                views["codes"][page_id] = poisoned(codes, used).to(DEVICE)
+                views["scale"][page_id] = poisoned(scale, used).flatten(1, 2).to(DEVICE)
     selected = torch.where(selected >= 0, selected + first * chunks, -1).to(DEVICE)
     pages = pages.to(DEVICE)
     q = torch.randn(len(tokens), heads * group, dim).to(DEVICE, torch.bfloat16)

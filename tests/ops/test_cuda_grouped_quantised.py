@@ -11,7 +11,7 @@ from test_cuda_quantised_matmul import ALL, DEVICE, close, drawn, fits, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.filling import fill_random
 from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.grouped_matmul.reference import experts_rows
@@ -50,7 +50,7 @@ def packed(name: str, sizes: Sizes, spikes: bool) -> tuple[QuantisedRows, hummin
 
 def random_on_the_gpu(form: GroupForm, rows: int, columns: int, spikes: bool) -> QuantisedRows:
     """Groups of a few rows have scales that are larger."""
-    matrix = QuantisedMatrix(columns, [Run(rows, form)], dtype=torch.bfloat16, device=DEVICE)
+    matrix = QuantisedMatrix(columns, [RowBlock(rows, form)], dtype=torch.bfloat16, device=DEVICE)
     fill_random(matrix, torch.Generator(DEVICE).manual_seed(rows))
     (stored,) = matrix.stored(0, rows)
     assert isinstance(stored, QuantisedRows)

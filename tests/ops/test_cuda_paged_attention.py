@@ -30,9 +30,9 @@ def case(heads: int, group: int, dim: int, counts: Tensor) -> tuple[Tensor, ...]
     tier.arena.fill_(-1)  # NaN
     k, v = (tier.views(fields)[name][0] for name in "kv")
     pages = torch.tensor(tier.allocate(used))[torch.randperm(used)].view(counts.shape)
-    for name, count in zip(pages.flatten().tolist(), counts.flatten().tolist()):
-        k[name, :, :count] = torch.randn(heads, count, dim, device="cuda").bfloat16()
-        v[name, :, :count] = torch.randn(heads, count, dim, device="cuda").bfloat16()
+    for page_id, count in zip(pages.flatten().tolist(), counts.flatten().tolist()):
+        k[page_id, :, :count] = torch.randn(heads, count, dim, device="cuda").bfloat16()
+        v[page_id, :, :count] = torch.randn(heads, count, dim, device="cuda").bfloat16()
     q = (2 * torch.randn(len(counts), heads * group, dim, device="cuda")).bfloat16()
     pages[counts == 0] = 2**40  # never looked at
     return q, k, v, pages.cuda(), counts.cuda()
@@ -59,9 +59,9 @@ def check(out: tuple[Tensor, Tensor], args: tuple[Tensor, ...]) -> None:
     if not full.any():
         return
     # The reference takes contiguous pages in float32; the arena's views overlap.
-    names, places = pages[full][counts[full] > 0].unique(return_inverse=True)
+    page_ids, places = pages[full][counts[full] > 0].unique(return_inverse=True)
     renamed = torch.zeros_like(pages[full]).masked_scatter_(counts[full] > 0, places)
-    rows = [(x[full] if x is q else x[names]) for x in (q, k, v)]
+    rows = [(x[full] if x is q else x[page_ids]) for x in (q, k, v)]
     exact = reference.paged_attention(*(x.float() for x in rows), renamed, counts[full])
     low = reference.paged_attention(*rows, renamed, counts[full])
     for found, truth, rounded in zip(out, exact, low):

@@ -33,17 +33,17 @@ def windowed(batch: int, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
 def check(heads: int, group: int, dim: int, starts: torch.Tensor, counts: torch.Tensor) -> None:
     q, k, v, pages, counts = case(heads, group, dim, counts)
     starts, token = starts.cuda(), torch.arange(PAGE, device="cuda")
-    for name, start, count in zip(pages.flatten().tolist(), starts.flatten().tolist(), counts.flatten().tolist()):
+    for page_id, start, count in zip(pages.flatten().tolist(), starts.flatten().tolist(), counts.flatten().tolist()):
         if count:  # and NaN before a start
-            k[name, :, : min(start, count)] = v[name, :, : min(start, count)] = math.nan
+            k[page_id, :, : min(start, count)] = v[page_id, :, : min(start, count)] = math.nan
     out, lse = cuda.paged_window_attention(q, k, v, pages, starts, counts)
     full = ((token >= starts[..., None]) & (token < counts[..., None])).any(-1).any(-1)
     assert (out[~full] == 0).all() and (lse[~full] == -math.inf).all()
     if not full.any():
         return
-    names, places = pages[full][counts[full] > 0].unique(return_inverse=True)
+    page_ids, places = pages[full][counts[full] > 0].unique(return_inverse=True)
     renamed = torch.zeros_like(pages[full]).masked_scatter_(counts[full] > 0, places)
-    rows = [q[full], *((x[names]) for x in (k, v))]
+    rows = [q[full], *((x[page_ids]) for x in (k, v))]
     exact = reference.paged_window_attention(*(x.float() for x in rows), renamed, starts[full], counts[full])
     low = reference.paged_window_attention(*rows, renamed, starts[full], counts[full])
     for found, truth, rounded in zip((out, lse), exact, low):

@@ -46,16 +46,16 @@ def problem(
     tier = Tier("device", 1, size, sum(counts) + 2, device)
     tier.arena.fill_(255)
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
-    names = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))].cuda()
+    page_ids = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))].cuda()
     pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64, device=device)
-    for own in names.split(1024):
+    for own in page_ids.split(1024):
         signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device))
         excluded = torch.rand(len(own), heads, 64 // chunk, device=device) < 0.2
         views["signs"][own], views["rest"][own] = signs, rest
         views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), EXCLUDED_SCALE)
     coarse = torch.full((len(counts), heads, 8 * columns), -math.inf, dtype=torch.float16, device=device)
     for row, count in enumerate(counts):
-        pages[row, :count], names = names[:count], names[count:]
+        pages[row, :count], page_ids = page_ids[:count], page_ids[count:]
         coarse[row, :, : 8 * count] = torch.randn(heads, 8 * count, device=device)
     queries = queries_of(torch.randn(len(counts), heads * group, dim, device=device))
     planes = (views["signs"], views["rest"], views["scale"])
@@ -65,10 +65,10 @@ def problem(
 def chunk_scores(args: tuple, row: int) -> Tensor:
     """Float32 [H, chunks] of a row's valid pages, -inf where excluded."""
     queries, _, signs, rest, scale, pages, num_pages, _, chunk, _ = args
-    names, bits = pages[row, : num_pages[row]], 8 * signs.shape[-1]
+    page_ids, bits = pages[row, : num_pages[row]], 8 * signs.shape[-1]
     whole, unit = (x[row] for x in queries.of_heads(signs.shape[1]))
     parts = []
-    for some in names.split(512):
+    for some in page_ids.split(512):
         levels = 2 * plane_bits(signs[some], bits).float() + plane_bits(rest[some], bits) - 1.5
         scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(unit[..., None, None]).amax(1)
         own = scale[some].transpose(0, 1)
@@ -320,10 +320,10 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
     def select(first: int, last: int) -> tuple[Tensor, Tensor]:
         own = slice(first, last)
         queries = making.sketch_queries(q[own], maps, states[own])
-        names = pages[own, : max(1, *counts[first:last])].contiguous()
-        coarse = scoring.sign_scores(queries, *planes[::2], names, num_pages[own])
+        page_ids = pages[own, : max(1, *counts[first:last])].contiguous()
+        coarse = scoring.sign_scores(queries, *planes[::2], page_ids, num_pages[own])
         k = int((budget + sampled)[own].max())
-        args = queries, coarse, *planes, names, num_pages[own], budget[own], chunk, k
+        args = queries, coarse, *planes, page_ids, num_pages[own], budget[own], chunk, k
         return cuda.select_by_sketch(*args, Sampling(sampled[own], seeds[own]), 5)
 
     alone = [select(row, row + 1) for row in range(rows)]

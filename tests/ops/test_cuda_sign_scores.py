@@ -34,10 +34,10 @@ def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -
     tier = Tier("device", 1, size, sum(counts) + 2, device)
     tier.arena.fill_(255)
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
-    names = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))]
+    page_ids = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))]
     pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64)
     for row, count in enumerate(counts):
-        pages[row, :count], names = names[:count], names[count:]
+        pages[row, :count], page_ids = page_ids[:count], page_ids[count:]
     pages = pages.cuda()
     for row, count in enumerate(counts):
         own = pages[row, :count]

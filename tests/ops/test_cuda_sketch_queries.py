@@ -119,7 +119,7 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
     layers, heads, pages, k = 12, 8, 96, 64
     maps, states = maps_of(heads, 128), torch.tensor([2, 0, 1, 0], device="cuda")
     signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"))
-    names = torch.randperm(4 * pages, device="cuda").view(4, pages)
+    page_ids = torch.randperm(4 * pages, device="cuda").view(4, pages)
     q = torch.randn(layers, 4, 4 * heads, 128, device="cuda").bfloat16()
     counts, budget = torch.tensor([pages, 1, 0, 50]).cuda(), torch.tensor([k, 3, k, 40]).cuda()
 
@@ -127,12 +127,12 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
         queries = cuda.sketch_queries(q[layer], maps, states)
         if pause:
             torch.cuda.synchronize()
-        coarse = scoring.sign_scores(queries, signs, scale, names, counts)
+        coarse = scoring.sign_scores(queries, signs, scale, page_ids, counts)
         if pause:
             torch.cuda.synchronize()
         sampling = Sampling(budget, counts)
         return selecting.select_by_sketch(
-            queries, coarse, signs, rest, scale, names, counts, budget, 1, 2 * k, sampling, layer
+            queries, coarse, signs, rest, scale, page_ids, counts, budget, 1, 2 * k, sampling, layer
         )[0]
 
     search(0, pause=True)

@@ -31,12 +31,12 @@ FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", 
 
 def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]], bias: bool = False) -> Projection:
     """Weights whose products are about as large as what they multiply."""
-    runs = []
+    row_blocks = []
     for share, form in parts:
         count = round(share * rows)
         plain = torch.randn(count, columns) / columns**0.5
-        runs.append(plain if form is None else rows_of(random_blocks(form, count, columns), form))
-    return Projection(tuple(runs), torch.randn(rows) if bias else None)
+        row_blocks.append(plain if form is None else rows_of(random_blocks(form, count, columns), form))
+    return Projection(tuple(row_blocks), torch.randn(rows) if bias else None)
 
 
 def make_layers(
@@ -93,7 +93,7 @@ def copied(layers: Layers) -> Layers:
 
 def new_tokens(lengths: Sequence[int]) -> NewTokens:
     """The newest token of sequences that have these lengths with it, in pages in no order."""
-    names = torch.randperm(NUM_PAGES)
+    page_ids = torch.randperm(NUM_PAGES)
     width = max(-(-length // PAGE) for length in lengths)
     pages, counts = (
         torch.zeros(len(lengths), width, dtype=torch.int64),
@@ -101,7 +101,7 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
     )
     for row, length in enumerate(lengths):
         used = -(-length // PAGE)
-        pages[row, :used], names = names[:used], names[used:]
+        pages[row, :used], page_ids = page_ids[:used], page_ids[used:]
         counts[row] = (length - PAGE * torch.arange(width)).clamp(0, PAGE)
     newest = torch.tensor(lengths) - 1
     return NewTokens(newest, pages, counts, pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE)
@@ -112,7 +112,7 @@ def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Projection):
-            return Projection(tuple(map(plain, value.runs)), plain(value.bias))
+            return Projection(tuple(map(plain, value.row_blocks)), plain(value.bias))
         numbers = dequantise_rows(value) if isinstance(value, QuantisedRows) else value
         return numbers.to(dtype) if isinstance(numbers, Tensor) else numbers
 

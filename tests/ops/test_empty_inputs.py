@@ -133,8 +133,8 @@ def no_exact_tokens(ops: Ops) -> None:
 def no_tokens_in_a_window(ops: Ops) -> None:
     pages = floats(N, H, 64, D)
     for rows, columns in ((0, 2), (B, 0), (B, 2)):
-        names = (whole(rows, columns) for _ in range(3))  # a page whose first token is not before its last
-        found = ops.paged_window_attention(floats(rows, H * G, D), pages, pages, *names)
+        tables = (whole(rows, columns) for _ in range(3))  # a page whose first token is not before its last
+        found = ops.paged_window_attention(floats(rows, H * G, D), pages, pages, *tables)
         returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
 
 

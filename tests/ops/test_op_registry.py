@@ -133,7 +133,7 @@ def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
 
 
 DECODING = ("sketch_queries", "sign_scores", "select_by_sketch", "attend_selected", "attend_coded")
-"""What ``turbo``'s decode steps call, with and without an index, on pages that are sealed."""
+"""What ``turbo``'s decode steps call, with and without an index, on pages that are compressed."""
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,16 @@ def test_what_it_does_not_take_is_refused(seed: int, library: None) -> None:
 
 def test_the_loop_takes_runs_that_begin_within_an_expert(seed: int) -> None:
     """Gates in one form, what they are multiplied with in another, and one expert's in plain numbers."""
-    runs: list[Tensor | QuantisedRows] = []
+    row_blocks: list[Tensor | QuantisedRows] = []
     for expert in range(3):
-        runs += [random_rows(FORMS["int4"], 4, 64), random_rows(FORMS["int8"], 4, 64) if expert else torch.randn(4, 64)]
+        row_blocks += [
+            random_rows(FORMS["int4"], 4, 64),
+            random_rows(FORMS["int8"], 4, 64) if expert else torch.randn(4, 64),
+        ]
     x, offsets = torch.randn(7, 64), offsets_of((2, 0, 5))
-    dense = [run if isinstance(run, Tensor) else run.form.unpack(run.tensors) for run in runs]
+    dense = [block if isinstance(block, Tensor) else block.form.unpack(block.tensors) for block in row_blocks]
     whole = torch.cat(dense).view(3, 8, 64)
-    found = reference.grouped_quantised_matmul(x, runs, offsets)
+    found = reference.grouped_quantised_matmul(x, row_blocks, offsets)
     torch.testing.assert_close(found, torch.cat((x[:2] @ whole[0].T, x[2:] @ whole[2].T)), rtol=1e-4, atol=1e-4)
 
 

@@ -14,7 +14,7 @@ import torch
 from test_quantised_groups import FORMS, random_rows
 from torch import Tensor
 
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, Run
+from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models import Decoder, load_config
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
@@ -41,7 +41,9 @@ def test_a_model_without_such_weights_needs_no_library(monkeypatch: pytest.Monke
 def matrix(seed: int, monkeypatch: pytest.MonkeyPatch) -> QuantisedMatrix:
     monkeypatch.setattr("shadowkv.layers.quantised_matrix.pack_rows", stand_in)
     form = FORMS["int4"]
-    made = QuantisedMatrix(64, [Run(40, form), Run(8, None), Run(16, form)], dtype=torch.float32, device=CPU)
+    made = QuantisedMatrix(
+        64, [RowBlock(40, form), RowBlock(8, None), RowBlock(16, form)], dtype=torch.float32, device=CPU
+    )
     for rows in made.stored(0, 64):
         if isinstance(rows, QuantisedRows):
             for mine, drawn in zip(rows.tensors, random_rows(form, len(rows), 64).tensors, strict=True):
@@ -76,7 +78,7 @@ def test_runs_of_rows_are_multiplied_as_before(matrix: QuantisedMatrix) -> None:
 def test_rows_of_one_form_are_multiplied_at_once_where_all_are(
     seed: int, monkeypatch: pytest.MonkeyPatch, matrix: QuantisedMatrix
 ) -> None:
-    made = QuantisedMatrix(64, [Run(56, FORMS["int4"])], dtype=torch.float32, device=CPU)
+    made = QuantisedMatrix(64, [RowBlock(56, FORMS["int4"])], dtype=torch.float32, device=CPU)
     for mine, drawn in zip(made.parts, random_rows(FORMS["int4"], 56, 64).tensors, strict=True):
         mine.data.copy_(drawn)
     made.ops, x = matrix.ops, torch.randn(5, 64)

@@ -1,4 +1,4 @@
-"""Rows of sealed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
+"""Rows of compressed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
 
 import os
 from dataclasses import replace
@@ -39,7 +39,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         if ON_GPU and dtype == torch.float32 and dim > 64:
             pytest.skip("products in float32 compile for seconds; 64 dimensions show the same")
 
-    def names() -> torch.Tensor:
+    def page_ids() -> torch.Tensor:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES].repeat_interleave(3)[None, ::3]  # not dense
 
     def rebuilt(source: DenseRows | LatentKeys | CodedRows, heads: int, dim: int, dtype: torch.dtype, bus: bool):
@@ -59,7 +59,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     @pytest.mark.parametrize("bus", [False, True])
     @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1), (1, 96, 64), (1, 256, 4)])
     def test_dense_rows_are_copied(heads: int, dim: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
-        pages, rows = names(), arena(heads, 64 // chunk, chunk, dim, dtype=dtype)
+        pages, rows = page_ids(), arena(heads, 64 // chunk, chunk, dim, dtype=dtype)
         rows[pages[0]] = torch.randn(PAGES, *rows.shape[1:], device=DEVICE).to(dtype)
         source = DenseRows(rows, pages)
         out = rebuilt(source, heads, dim, dtype, bus)
@@ -73,7 +73,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     )
     def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
         skip_what_compiles_for_long(dim, dtype)
-        pages, scale_pages, rotation = names(), names(), random_rotation(dim, "values").to(DEVICE)
+        pages, scale_pages, rotation = page_ids(), page_ids(), random_rotation(dim, "values").to(DEVICE)
         codes = arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8)
         scale = arena(heads, 64, 1, dtype=torch.float16)
         codec = ROTATED_ROWS[bits]
@@ -103,7 +103,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         name: str, heads: int, dim: int, chunk: int, rope: RopeConfig | None, dtype: torch.dtype
     ) -> None:
         skip_what_compiles_for_long(dim, dtype)
-        codec, pages = ROW_CODECS[name], names()
+        codec, pages = ROW_CODECS[name], page_ids()
         rotation = random_rotation(dim, "keys").to(DEVICE) if codec.rotated else None
         rows, states = torch.randn(PAGES, heads, 64, dim, device=DEVICE), torch.tensor([4], device=DEVICE)
         rows[FIRST, 0, 9:18] *= torch.logspace(-4, 0, 9, device=DEVICE)[:, None]
@@ -117,7 +117,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         codes = arena(heads, 64 // chunk, chunk, codec.row_bytes(dim), dtype=torch.uint8)
         scale = arena(heads, 64, codec.scales(dim), dtype=torch.float16) if codec.scales(dim) else sizes
         codes[pages[0]] = coded.view(PAGES, *codes.shape[1:])
-        scale_pages = names() if codec.scales(dim) else None
+        scale_pages = page_ids() if codec.scales(dim) else None
         if scale_pages is not None:
             scale[scale_pages[0]] = sizes
         source = CodedRows(codes, scale, codec, dim, rotation, pages, scale_pages, state, states)
@@ -151,7 +151,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     ) -> None:  # fmt: skip
         skip_what_compiles_for_long(dim, dtype)
         config = RopeConfig(dim, rotary_dim=rotary_dim, interleaved=interleaved)
-        pages, states = names(), torch.tensor([4], device=DEVICE)
+        pages, states = page_ids(), torch.tensor([4], device=DEVICE)
         rank, quantised = rank - rank % codec.rank_multiple, codec.largest is not None
         width, stored = codec.field(rank, dtype)
         latents = arena(64 // chunk, chunk, width, dtype=stored)

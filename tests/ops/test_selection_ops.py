@@ -12,7 +12,7 @@ shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 
 
 def scoring_case(heads: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4 ragged sequences out of 20 pages: page names, chunks of each, the pages' excluded chunks, and which chunks of
+    """4 ragged sequences out of 20 pages: page ids, chunks of each, the pages' excluded chunks, and which chunks of
     each sequence may not be selected."""
     pages = torch.randperm(20)[:12].view(4, 3)
     ends = torch.tensor([3 * chunks, 2 * chunks + 1, 1, 0])  # the last sequence has nothing to select
@@ -33,9 +33,9 @@ def shares(scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def by_page(excluded: torch.Tensor, pages: torch.Tensor, chunks: int) -> torch.Tensor:
     """bool [20, H, C]: pages' chunks that some sequence may select."""
     allowed = torch.zeros(20, excluded.shape[1], chunks, dtype=torch.bool)
-    for row, names in enumerate(pages.tolist()):
-        for column, name in enumerate(names):
-            allowed[name] = ~excluded[row, :, column * chunks : (column + 1) * chunks]
+    for row, page_ids in enumerate(pages.tolist()):
+        for column, page_id in enumerate(page_ids):
+            allowed[page_id] = ~excluded[row, :, column * chunks : (column + 1) * chunks]
     return allowed
 
 
@@ -48,7 +48,7 @@ def test_chunk_mean_scores_are_products_with_the_landmarks(ops, seed, heads, gro
     found = shares(ops.chunk_mean_scores(q, landmarks, field, pages, ends))
     for b in range(4):
         for h in range(heads):
-            keys = torch.cat([landmarks[name, h] for name in pages[b]]).double()
+            keys = torch.cat([landmarks[page_id, h] for page_id in pages[b]]).double()
             logits = q[b, h * group : (h + 1) * group].double() @ keys.T / math.sqrt(dim)
             assert_close(found[b, h], group_shares(logits, ~excluded[b, h]))
 
@@ -65,7 +65,7 @@ def test_min_max_scores_are_the_largest_products_within_the_bounds(ops, seed, he
     found = shares(ops.min_max_scores(q, bounds, field, pages, ends))
     for b in range(4):
         for h in range(heads):
-            low, high = (torch.cat([bounds[name, h, end] for name in pages[b]]).double() for end in (0, 1))
+            low, high = (torch.cat([bounds[page_id, h, end] for page_id in pages[b]]).double() for end in (0, 1))
             queries = q[b, h * group : (h + 1) * group].double().unsqueeze(1)
             logits = torch.maximum(queries * low, queries * high).sum(-1) / math.sqrt(dim)
             assert_close(found[b, h], group_shares(logits, ~excluded[b, h]))

@@ -141,10 +141,10 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
     length 1, mapped, rounded to 255 levels, float64 [B, H, G, d]."""
     most, matrix = max(pages), random_rotation(dim, "sketch")
     maps = matrix + 0.2 * torch.randn(heads, dim, dim) / dim**0.5
-    names = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)
+    page_ids = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)
     signs, rest, scale = pack_sketch(torch.randn(len(pages) * most + 1, heads, 64, dim) @ matrix)
     for row, count in enumerate(pages):
-        scale[names[row, count:]] = NAN_SCALE
+        scale[page_ids[row, count:]] = NAN_SCALE
     q = 2 * torch.randn(len(pages), heads * group, dim)
     mapped = (q.unflatten(1, (heads, -1)) @ maps).flatten(1, 2).double()
     step = mapped.abs().amax(-1, keepdim=True) / 127
@@ -154,7 +154,7 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
         "signs": signs,
         "rest": rest,
         "scale": scale,
-        "pages": names,
+        "pages": page_ids,
         "num_pages": torch.tensor(pages),
     }
     excluded = (torch.rand(*scale.shape[:2], 64 // chunk) < 0.2).repeat_interleave(chunk, -1)

@@ -108,10 +108,10 @@ def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Te
     logits = torch.einsum("hgd,phtd->hgpt", q.view(2, 3, dim), keys).flatten(2) * dim**-0.5
     eye, states = torch.eye(dim).bfloat16().expand(1, 2, -1, -1), torch.zeros(times, dtype=torch.int64)
     queries = sketch_queries(q.expand(times, -1, -1), eye, states)
-    names = torch.randperm(pages)
-    logits = logits.unflatten(-1, (pages, 64))[:, :, names].flatten(2)
-    excluded = excluded.transpose(0, 1)[:, names].flatten(1)
-    places = names.expand(times, -1), torch.full((times,), pages)
+    page_ids = torch.randperm(pages)
+    logits = logits.unflatten(-1, (pages, 64))[:, :, page_ids].flatten(2)
+    excluded = excluded.transpose(0, 1)[:, page_ids].flatten(1)
+    places = page_ids.expand(times, -1), torch.full((times,), pages)
     coarse = sign_scores(queries, signs, scale, *places)
     args = {"queries": queries, "coarse": coarse, "signs": signs, "rest": rest, "scale": scale, "chunk": chunk}
     return args | {"pages": places[0], "num_pages": places[1]}, logits, excluded
@@ -200,14 +200,14 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(ops, seed):
     queries = sketch_queries(
         torch.randn(rows, 6, 64), torch.eye(64).bfloat16().expand(1, 2, -1, -1), torch.zeros(rows, dtype=torch.int64)
     )
-    names, num_pages = torch.randint(pages, (rows, pages)), torch.randint(55, 130, (rows,))
+    page_ids, num_pages = torch.randint(pages, (rows, pages)), torch.randint(55, 130, (rows,))
     num_pages[1], num_pages[-1] = pages, 1
     budget, counts, seeds = torch.randint(1, 200, (3, rows))
 
     def select(first: int, last: int) -> tuple[Tensor, Tensor]:
         own = slice(first, last)
         some = type(queries)(**{name: x[own].contiguous() for name, x in vars(queries).items()})
-        places = names[own, : int(num_pages[own].max())].contiguous(), num_pages[own]
+        places = page_ids[own, : int(num_pages[own].max())].contiguous(), num_pages[own]
         coarse, sampling = ops.sign_scores(some, signs, scale, *places), Sampling(counts[own], seeds[own])
         k = int((budget + counts)[own].max())
         return ops.select_by_sketch(some, coarse, signs, rest, scale, *places, budget[own], chunk, k, sampling, 3)

@@ -13,7 +13,7 @@ from shadowkv.ops.low_rank_basis import reference as basis_reference
 
 
 def selection(heads: int, chunks: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page names of 3 sequences of 3 pages out of 11, and ragged selections padded with -1."""
+    """Page ids of 3 sequences of 3 pages out of 11, and ragged selections padded with -1."""
     pages = torch.randperm(11)[:9].view(3, 3)
     selected = torch.stack([torch.randperm(3 * chunks)[:k] for _ in range(3 * heads)]).view(3, heads, k)
     selected[1, :, k // 2 :] = -1

@@ -57,7 +57,7 @@ if ON_GPU or INTERPRETED:
         strides = torch.empty(shape, device="meta").stride()
         return flat.as_strided((LAYERS, NAMES, *shape), (NAMES * row, row, *strides))
 
-    def names() -> torch.Tensor:
+    def page_ids() -> torch.Tensor:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES]
 
     def differing(a: torch.Tensor, b: torch.Tensor, before_rounding: torch.Tensor, offset: float = 0.0) -> None:
@@ -88,7 +88,7 @@ if ON_GPU or INTERPRETED:
         got, wanted = (arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8) for _ in range(2))
         scale, wanted_scale = (arena(heads, 64, 1, dtype=torch.float16) for _ in range(2))
         codec = ROTATED_ROWS[bits]
-        pages, scale_pages = names(), names()
+        pages, scale_pages = page_ids(), page_ids()
         rows_triton.quantise_rows(x, codec, rotation, (), got, pages, scale, scale_pages)
         rows_reference.quantise_rows(x, codec, rotation, (), wanted, pages, wanted_scale, scale_pages)
         untouched(got, pages)
@@ -119,7 +119,7 @@ if ON_GPU or INTERPRETED:
         scale, wanted_scale = (arena(heads, 64, 1, dtype=torch.float16) for _ in range(2))
         codec = copy(LLOYD_ROWS[bits])
         codec.rule = rule
-        pages, scale_pages = names(), names()
+        pages, scale_pages = page_ids(), page_ids()
         rows_triton.quantise_rows(x, codec, rotation, (), got, pages, scale, scale_pages)
         rows_reference.quantise_rows(x, codec, rotation, (), wanted, pages, wanted_scale, scale_pages)
         untouched(got, pages)
@@ -158,7 +158,7 @@ if ON_GPU or INTERPRETED:
         x[1, 0, :4, 0] = ties[torch.arange(4 * dim, device=DEVICE) % len(ties)].view(4, dim)
         step[1, 0, 0] = 1
         got, wanted = (arena(heads, 64 // chunk, chunk, dim, dtype=torch.uint8) for _ in range(2))
-        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), names()
+        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), page_ids()
         rows_triton.quantise_rows(x, codec, None, (step,), got, pages, nothing, pages)
         rows_reference.quantise_rows(x, codec, None, (step,), wanted, pages, nothing, pages)
         untouched(got, pages)
@@ -185,7 +185,7 @@ if ON_GPU or INTERPRETED:
         codebook[:, :, :, 0], codebook[:, :, :, 200] = 0, codebook[:, :, :, 9]
         rotation = codec.rotation_matrix(dim, "values").to(DEVICE)
         got, wanted = (arena(heads, 64 // chunk, chunk, dim // GROUP, dtype=torch.uint8) for _ in range(2))
-        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), names()
+        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), page_ids()
         rows_triton.quantise_rows(x, codec, rotation, (largest, codebook), got, pages, nothing, pages)
         rows_reference.quantise_rows(x, codec, rotation, (largest, codebook), wanted, pages, nothing, pages)
         untouched(got, pages)
@@ -222,7 +222,7 @@ if ON_GPU or INTERPRETED:
         mean = torch.randn(LAYERS, 9, heads, dim, device=DEVICE).to(dtype)
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
         got, wanted = (arena(64 // chunk, chunk, codec.field(rank, dtype)[0], dtype=torch.uint8) for _ in range(2))
-        pages = names()
+        pages = page_ids()
         latents_triton.project_latents(x, codec, basis, products, step, states, got, pages, widths)
         latents_reference.project_latents(x, codec, basis, products, step, states, wanted, pages, widths)
         untouched(got, pages)
@@ -255,7 +255,7 @@ if ON_GPU or INTERPRETED:
             arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(4)
         )
         scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
-        pages = names()
+        pages = page_ids()
         sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
         sketch_reference.sketch_keys(x, mean, maps, states, wanted_signs, wanted_rest, wanted_scale, pages)
         for field in (signs, rest, scale):
@@ -285,7 +285,7 @@ if ON_GPU or INTERPRETED:
         maps = random_rotation(dim, "sketch").to(DEVICE).bfloat16().expand(LAYERS, 1, heads, -1, -1).contiguous()
         signs, rest = (arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(2))
         scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
-        states, pages = torch.tensor([0], device=DEVICE), names()
+        states, pages = torch.tensor([0], device=DEVICE), page_ids()
         sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
         sketch_reference.sketch_keys(x, mean, maps, states, signs.clone(), rest.clone(), wanted_scale, pages)
         assert scale[0, pages[1], 0, 7:10].tolist() == wanted_scale[0, pages[1], 0, 7:10].tolist() == [1, 1, 1]
@@ -315,7 +315,7 @@ if ON_GPU or INTERPRETED:
         extra = (products, step) if codec.largest else (None, None)
         width, stored = codec.field(rank, dtype)
         got, wanted = (arena(64 // chunk, chunk, width, dtype=stored) for _ in range(2))
-        pages = names()
+        pages = page_ids()
         latents_triton.project_latents(x, codec, basis, *extra, states, got, pages)
         latents_reference.project_latents(x, codec, basis, *extra, states, wanted, pages)
         untouched(got, pages)
@@ -352,7 +352,7 @@ if ON_GPU or INTERPRETED:
     @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1), (1, 96, 16)])
     @pytest.mark.parametrize("across_bus", [False, True])
     def test_rows_are_copied(heads: int, dim: int, chunk: int, across_bus: bool, dtype: torch.dtype) -> None:
-        x, pages = pages_of(heads, dim, dtype), names()
+        x, pages = pages_of(heads, dim, dtype), page_ids()
         got, wanted = (arena(heads, 64 // chunk, chunk, dim, dtype=dtype) for _ in range(2))
         write_triton.write_rows(x, got, pages, across_bus)
         write_reference.write_rows(x, wanted, pages, across_bus)
@@ -362,7 +362,7 @@ if ON_GPU or INTERPRETED:
     @pytest.mark.parametrize("first", [0, 8, 4])
     def test_rows_of_bytes_are_copied(size: int, first: int) -> None:
         x = torch.randint(256, (*pages_of(2, size, torch.float32).shape[:-1], 80), dtype=torch.uint8, device=DEVICE)
-        x, pages = x[..., first : first + size], names()
+        x, pages = x[..., first : first + size], page_ids()
         got, wanted = (arena(2, 8, 8, size, dtype=torch.uint8) for _ in range(2))
         write_triton.write_rows(x, got, pages, True)
         write_reference.write_rows(x, wanted, pages, True)
@@ -372,7 +372,7 @@ if ON_GPU or INTERPRETED:
     def test_captured_in_a_graph() -> None:
         x, rotation = pages_of(2, 128, torch.bfloat16), random_rotation(128, "values").to(DEVICE)
         codes, scale = arena(2, 8, 8, 64, dtype=torch.uint8), arena(2, 64, 1, dtype=torch.float16)
-        pages = names()
+        pages = page_ids()
         coded = x, ROTATED_ROWS[4], rotation, (), codes, pages, scale, pages
         rows_triton.quantise_rows(*coded)
         wanted = codes.clone(), scale.clone()

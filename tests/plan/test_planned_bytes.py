@@ -23,7 +23,7 @@ from shadowkv.engine.startup.sizing import (
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
-from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
+from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset
@@ -152,7 +152,7 @@ def test_a_step_takes_logits_and_what_sampling_works_in() -> None:
     assert step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16)) == 4 * 4 * 128256 + 4 * 8192 + 8 * 5
 
 
-def test_bases_that_are_decoded_to_seal_and_to_read_are_left_room() -> None:
+def test_bases_that_are_decoded_to_compress_and_to_read_are_left_room() -> None:
     """Of low-rank-mixed keys: 64 pages are projected at a time, and each sequence of a step has its basis decoded."""
     model = SimpleNamespace(
         shape=LLAMA, experts=None, has_mlps=True, hidden_size=4096, intermediate_size=14336, vocab_size=1000
@@ -160,8 +160,8 @@ def test_bases_that_are_decoded_to_seal_and_to_read_are_left_room() -> None:
     mixed, int4 = (make_layout(preset(f"turbo:keys=low-rank-{x}"), LLAMA, torch.bfloat16) for x in ("mixed", "int4"))
     basis = 160 * 1024
     pages, latents = 64 * 64 * 4 * 1024, 64 * 64 * 40 * 160
-    assert mixed.parts.keys.sealing_bytes() == 64 * 8 * basis + pages + latents
-    assert int4.parts.keys.sealing_bytes() == 0
+    assert mixed.parts.keys.compression_bytes() == 64 * 8 * basis + pages + latents
+    assert int4.parts.keys.compression_bytes() == 0
     assert storing_bytes(mixed) == storing_bytes(int4)  # both fit in more before
     assert step_bytes(model, mixed) - step_bytes(model, int4) == 7 * basis
 
@@ -215,7 +215,10 @@ def test_four_sequences_of_a_million_tokens_fit_beside_a_prefill() -> None:
     [
         ("full", 0),
         ("turbo", 16 * 12 * 1024**2 + 2 * 2 * 16384 * 1024),  # Gram matrices, and rows centred and multiplied
-        ("snapkv", 512 * 64 * 8 * (8 * 128 + 12 * 64 * 4)),  # to seal: keys, and the scores of 64 queries of four heads
+        (
+            "snapkv",
+            512 * 64 * 8 * (8 * 128 + 12 * 64 * 4),
+        ),  # to compress: keys, and the scores of 64 queries of four heads
         ("fp8", 100_000 * 4 * 1024),
         ("shard", 4 * (4 * 100_000 * 1024 + 2**24)),
     ],
@@ -255,15 +258,15 @@ def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:
         *(("polar-int4", "keys", 128), ("tq3_0", "values", 128), ("kvarn", "keys", 128)),
     ],
 )
-def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: int) -> None:
-    """A quarter of the pages that are sealed at a time, in a quarter of what is asked for those."""
+def test_parts_compress_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: int) -> None:
+    """A quarter of the pages that are compressed at a time, in a quarter of what is asked for those."""
     cache = make_cache(preset(kv), 1, Blocks(device=200, host=8))
     part, none, count = getattr(cache.parts, axis), torch.zeros(1, dtype=torch.int64), pages // 4
     rows, number = torch.randn(3, 1, 1, PAGE * count, SHAPE.num_kv_heads, SHAPE.head_dim), torch.arange(count)
     part.fit(cache.groups[0].store, slice(0, 1), none, FittedTokens(*rows, none))
     in_pages = (x.unflatten(2, (-1, PAGE)).flatten(1, 2) for x in rows)
-    tokens = SealedTokens(slice(0, 1), none, PAGE * number, number, number, *in_pages)
-    taken, asked = peak_bytes(lambda: part.seal(cache.groups[0].store, tokens)), part.sealing_bytes() // 4
+    tokens = CompressedTokens(slice(0, 1), none, PAGE * number, number, number, *in_pages)
+    taken, asked = peak_bytes(lambda: part.compress(cache.groups[0].store, tokens)), part.compression_bytes() // 4
     assert taken <= asked + 2**19
     assert asked <= 3 * taken, "far more than it takes"
 
@@ -272,9 +275,9 @@ def test_reads_of_the_paper_on_its_model() -> None:
     layout = make_layout(preset("shadowkv"), LLAMA, torch.bfloat16)
     reads = step_reads(layout.main, 131072, 0.6)
     vector = 1024 * 2
-    sealed, selected = 131072 - 64, 2048  # 64 tokens of tail: the local window of 32, up to a whole page
+    compressed, selected = 131072 - 64, 2048  # 64 tokens of tail: the local window of 32, up to a whole page
     assert reads.exact == (49 * 8 + 64) * 2 * vector
-    assert reads.index == sealed / 8 * vector + sealed // 8 * 8  # landmarks, and a byte per chunk and head
+    assert reads.index == compressed / 8 * vector + compressed // 8 * 8  # landmarks, and a byte per chunk and head
     assert reads.state == pytest.approx(160 * vector, rel=1e-3)
     assert reads.keys == 8 * selected * 160 * 2  # heads select apart
     assert reads.values == pytest.approx(0.6 * selected * vector)
@@ -310,9 +313,9 @@ def test_dense_sequences_read_all_of_themselves(name: str) -> None:
 def test_selection_never_reads_more_than_there_is() -> None:
     layout = make_layout(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0))
     spec, reads = layout.spec, step_reads(layout.main, 1000, 0.0)
-    sealed = 64 * spec.sealed_pages(1000)
-    assert reads.keys == sealed * spec.as_dict()["rank"] * 4
-    assert reads.values == (sealed - spec.static_tokens) * SHAPE.kv_dim * 4
+    compressed = 64 * spec.compressed_pages(1000)
+    assert reads.keys == compressed * spec.as_dict()["rank"] * 4
+    assert reads.values == (compressed - spec.static_tokens) * SHAPE.kv_dim * 4
     assert reads.host_values == 0
 
 

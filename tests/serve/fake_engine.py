@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.outputs import LayerGroup, RequestTimes, TextOutput, TokenLogprobs, TokenSelections
+from shadowkv.engine.outputs import LayerSelections, RequestTimes, TextOutput, TokenLogprobs, TokenSelections
 from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import TierUse
@@ -26,7 +26,7 @@ SELECTIONS = TokenSelections(
     cell=16,
     everything=False,
     exact=[(0, 8), (64, 100)],
-    groups=[LayerGroup((0, 2), 1, [1, 3], [0.75, 0.25])],
+    groups=[LayerSelections((0, 2), 1, [1, 3], [0.75, 0.25])],
 )
 """Of every token but the first."""
 

@@ -16,7 +16,7 @@ from test_serve_errors import error_of
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Store
+from shadowkv.serve.storage.store import RecordStore
 
 URL = "/v1/responses"
 
@@ -139,7 +139,7 @@ def test_a_conversation_that_is_too_long_is_refused(engine):
 
 
 def test_the_oldest_make_room_and_files_do_not(tmp_path):
-    store = Store(tmp_path, 40_000)
+    store = RecordStore(tmp_path, 40_000)
     for number in range(5):
         store.put("a", "response", f"r{number}", {"text": "x" * 8_000})
         if number == 2:
@@ -160,7 +160,7 @@ def test_the_oldest_make_room_and_files_do_not(tmp_path):
 
 
 def test_what_makes_room_goes_with_all_that_is_beside_it(tmp_path):
-    store = Store(tmp_path, 10_000)
+    store = RecordStore(tmp_path, 10_000)
     store.put("a", "batch", "old", {})
     store.work_folder("old").mkdir(parents=True)
     (store.work_folder("old") / "answers.jsonl").write_text("{}")
@@ -169,7 +169,7 @@ def test_what_makes_room_goes_with_all_that_is_beside_it(tmp_path):
 
 
 def test_what_no_record_counts_is_removed_at_the_start(tmp_path):
-    store = Store(tmp_path, 100_000)
+    store = RecordStore(tmp_path, 100_000)
     with store.new_file() as path:
         path.write_text("kept")
         file = store.file("a", store.add_file("a", path, "a.txt", "user_data").id)
@@ -184,7 +184,7 @@ def test_what_no_record_counts_is_removed_at_the_start(tmp_path):
     written_now = tmp_path / "files" / "new-2"
     written_now.write_text("")
     os.utime(written_now, (time.time() + 60,) * 2)  # by another process of the server
-    Store(tmp_path, 100_000)
+    RecordStore(tmp_path, 100_000)
     assert not any(path.exists() for path in left) and not left[2].parent.exists()
     assert all(path.exists() for path in (*kept, written_now))
 

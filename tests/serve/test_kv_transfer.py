@@ -65,7 +65,7 @@ def test_a_decode_server_answers_as_a_hit_on_one_server(serve: Serve, tmp_path: 
         longer = PROMPT + tokens(2, 200)
         params = prefilled(prefill, longer)
         assert len(params["remote_snapshots"]) == 2
-        wanted_tokens = 896 if kv == "full" else 832  # all full pages, and those that are sealed
+        wanted_tokens = 896 if kv == "full" else 832  # all full pages, and those that are compressed
         assert ask(decode, longer, max_tokens=4, kv_transfer_params=params)[1] == wanted_tokens
 
 

@@ -182,7 +182,12 @@ def test_cached_prompts_are_told_with_their_tiers(serve):
             if len(tiers := segment["tiers"]) == 3:
                 break
         assert tiers == ["device", "host", "disk"] and stats["segment_count"] == 1
-        assert (segment["first"], segment["tokens"], segment["sealed"], segment["running"]) == (0, 192, False, False)
+        assert (segment["first"], segment["tokens"], segment["compressed"], segment["running"]) == (
+            0,
+            192,
+            False,
+            False,
+        )
         assert stats["tiers"]["disk"]["used_bytes"] > 0
         client.forget_above_the_disk()
         assert client.http.get("/page/stats").json()["segments"][0] == {**segment, "tiers": ["disk"]}

@@ -41,7 +41,7 @@ class Process:
     def stop(self, seconds):
         self.clients[0].is_alive = False
 
-    def when_it_ends(self, tell):
+    def when_it_ends(self, callback):
         pass
 
 # Whatever the tests were started under.

@@ -84,10 +84,10 @@ std::tuple<Tensor, Tensor> paged_attention(
               "; the last must be 1");
   TORCH_CHECK(pages.size(0) == q.size(0), "pages has shape ", pages.sizes(), ", q has shape ", q.sizes());
   TORCH_CHECK(pages.sizes() == counts.sizes(), "pages has shape ", pages.sizes(), ", counts ", counts.sizes());
-  const Tensor queries = q.contiguous(), names = pages.contiguous(), rows = counts.contiguous();
-  check_pages(names, rows, std::min(k.size(0), v.size(0)), k.size(2));
+  const Tensor queries = q.contiguous(), page_ids = pages.contiguous(), rows = counts.contiguous();
+  check_pages(page_ids, rows, std::min(k.size(0), v.size(0)), k.size(2));
   const shadowkv::PagedPlan plan(
-      names.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>(), q.size(0), names.size(1), k.size(1));
+      page_ids.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>(), q.size(0), page_ids.size(1), k.size(1));
   Tensor out = at::empty_like(queries);
   Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
   if (dtype == at::kFloat)

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "task_runs.h"
+#include "task_ranges.h"
 
 namespace shadowkv {
 

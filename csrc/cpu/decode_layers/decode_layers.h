@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/attention/paged_attention.h"
-#include "cpu/common/task_runs.h"
+#include "cpu/common/task_ranges.h"
 #include "cpu/quantised_matmul/quantised_matmul.h"
 
 namespace shadowkv {

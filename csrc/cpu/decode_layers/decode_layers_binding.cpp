@@ -164,8 +164,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
   TORCH_CHECK(
       pages.size(0) == batch && pages.sizes() == counts.sizes(), "pages has shape ", pages.sizes(), ", counts ",
       counts.sizes(), ", x ", x.sizes());
-  const Tensor names = pages.contiguous(), valid = counts.contiguous();
-  check_pages(names, valid, num_pages, k.size(2));
+  const Tensor page_ids = pages.contiguous(), valid = counts.contiguous();
+  check_pages(page_ids, valid, num_pages, k.size(2));
   const shadowkv::NewTokens tokens = {
       numbers_of(positions, "position", batch, cos.size(0)), numbers_of(write_page, "page", batch, num_pages),
       numbers_of(write_offset, "offset", batch, k.size(2))};
@@ -195,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
   }
   if (batch == 0) return {stream, q, out, lse};
   const shadowkv::PagedPlan plan(
-      names.const_data_ptr<int64_t>(), valid.const_data_ptr<int64_t>(), batch, names.size(1), heads);
+      page_ids.const_data_ptr<int64_t>(), valid.const_data_ptr<int64_t>(), batch, page_ids.size(1), heads);
   const shadowkv::LayerBuffers buffers = {
       stream.mutable_data_ptr<float>(), q.mutable_data_ptr<float>(), out.mutable_data_ptr<float>(),
       lse.mutable_data_ptr<float>()};

@@ -1,4 +1,4 @@
-// Decode attention over all sealed tokens in their coded form: split-KV with an online softmax, in two kernels.
+// Decode attention over all compressed tokens in their coded form: split-KV with an online softmax, in two kernels.
 //
 // At memory bandwidth, a multiprocessor of an H200 receives 40 4-bit codes per clock and has one and a half integer
 // operations for each. So levels are bytes, looked up four at a time by byte permutations, and all products are integer
@@ -40,7 +40,7 @@ constexpr int kCodedWarps = kCentred ? 8 : 4;
 template <bool kCentred>
 constexpr int kCodedBlocks = kCentred ? 2 : 5;
 
-// Keys or values. Strides are in bytes between consecutive page names.
+// Keys or values. Strides are in bytes between consecutive page ids.
 struct CodedPages {
   const uint8_t* codes;  // pages of [heads, 64, bytes]
   const uint8_t* scales; // pages of [heads, 64, scales]
@@ -87,10 +87,11 @@ struct CodedShared {
 // Starts a warp's copy of a head's page.
 template <class Page>
 __device__ __forceinline__ void copy_coded_page(
-    Page& to, const CodedPages& from, uint32_t name, uint32_t scale_name, int head, int lane) {
-  const uint8_t* const rows = from.codes + (uint64_t(name) * from.page + uint32_t(head * (kPage * Page::kStoredRow)));
+    Page& to, const CodedPages& from, uint32_t page_id, uint32_t scale_id, int head, int lane) {
+  const uint32_t head_rows = head * (kPage * Page::kStoredRow);
+  const uint8_t* const rows = from.codes + (uint64_t(page_id) * from.page + head_rows);
   const uint32_t head_scales = head * (kPage * Page::kScales * int(sizeof(typename Page::Scale)));
-  const uint8_t* const scales = from.scales + (uint64_t(scale_name) * from.scale_page + head_scales);
+  const uint8_t* const scales = from.scales + (uint64_t(scale_id) * from.scale_page + head_scales);
   to.copy(rows, reinterpret_cast<const typename Page::Scale*>(scales), lane);
 }
 
@@ -193,19 +194,19 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, stride = in.splits * kWarps;
   int page = low / kPage + split * kWarps + warp;
   note_tables(in, sequence, shared.tables);
-  // Lane 4 i + n reads the name of a page in table n. Names are below 2^32.
-  const auto names_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
-  uint32_t names = names_of(page);
+  // Lane 4 i + n reads the id of a page in table n. Ids are below 2^32.
+  const auto ids_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
+  uint32_t page_ids = ids_of(page);
   // One copy group each, empty past the last page.
   const auto copy = [&](auto& to, const CodedPages& from, int place, bool exists) {
     if (exists) {
-      const uint32_t name = __shfl_sync(~0u, names, place), scale_name = __shfl_sync(~0u, names, place + 1);
-      copy_coded_page(to, from, name, scale_name, head, lane);
+      const uint32_t page_id = __shfl_sync(~0u, page_ids, place), scale_id = __shfl_sync(~0u, page_ids, place + 1);
+      copy_coded_page(to, from, page_id, scale_id, head, lane);
     }
     close_copy_group();
   };
   copy(keys, in.keys, 0, page < last), copy(values, in.values, 2, page < last);
-  names = names_of(page + stride);
+  page_ids = ids_of(page + stride);
 
   const float log2e_scale = kLog2E * rsqrtf(float(kCodedDim));
   if constexpr (kCentred) mean.fill(mean_in, sequence, head, first_row, queries);
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
     values.add(in.values.levels, x, span, fade, lane, weights, sums);
     __syncwarp(); // all lanes have read values and weights
     copy(values, in.values, 2, more);
-    names = names_of(page + 2 * stride);
+    page_ids = ids_of(page + 2 * stride);
   }
 
   leave_sums<Values>(sums, shared.warp[warp].results, in.values.step, g, t);

@@ -1,4 +1,4 @@
-// Attention over all sealed tokens from mixed latents and vectors on Hopper for PyTorch: checks its arguments and
+// Attention over all compressed tokens from mixed latents and vectors on Hopper for PyTorch: checks its arguments and
 // launches on the current stream.
 #include "attend_mixed_sm90.cuh"
 

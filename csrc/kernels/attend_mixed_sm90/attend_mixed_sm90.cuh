@@ -1,4 +1,4 @@
-// Attention of one query per sequence over all sealed tokens, from latents of mixed widths and values coded by a vector
+// Attention of one query per sequence over all compressed tokens, from latents of mixed widths and values coded by a vector
 // codebook (Shard's formats), for Hopper: split over the context, in two kernels.
 //
 // Keys are rebuilt by products of a warpgroup (wgmma) of latents in registers with the basis in shared memory. A block

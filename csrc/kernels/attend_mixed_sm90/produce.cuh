@@ -21,11 +21,11 @@ copy_pages(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sha
   const int64_t* const key_pages = in.key_pages + share.sequence * in.key_pages_row;
   const int64_t* const value_pages = in.value_pages + share.sequence * in.value_pages_row;
   for (int done = 0; done < share.count; done += 32) {
-    // Reads the names of 32 pages at a time; they are under 2^32.
+    // Reads the ids of 32 pages at a time; they are under 2^32.
     const int mine = share.page(min(done + lane, share.count - 1));
-    const uint32_t key_name = uint32_t(key_pages[mine]), value_name = uint32_t(value_pages[mine]);
+    const uint32_t key_id = uint32_t(key_pages[mine]), value_id = uint32_t(value_pages[mine]);
     for (int i = done; i < min(done + 32, share.count); ++i) {
-      const uint32_t key = __shfl_sync(~0u, key_name, i - done), value = __shfl_sync(~0u, value_name, i - done);
+      const uint32_t key = __shfl_sync(~0u, key_id, i - done), value = __shfl_sync(~0u, value_id, i - done);
       if (lane > 0) continue;
       const int stage = i % Shape::kStages;
       wait_phase(memory.empty(stage), i / Shape::kStages % 2 ^ 1);

@@ -18,7 +18,7 @@ constexpr int kValueRow = kMixedDim / kVector; // bytes
 constexpr int kCopies = 16;                    // of the codebook: lanes read their own, from banks of their own
 constexpr int kQueryWarps = kMixedHalf / 32;   // they rotate queries (RoPE): a thread for each frequency
 
-// Strides count bytes between consecutive page names, and elements between consecutive states.
+// Strides count bytes between consecutive page ids, and elements between consecutive states.
 struct MixedInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, 128]
   const char* latents;       // pages of [64, rank / 2] bytes

@@ -24,7 +24,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   const AttendTables<Shape> tables(shared, rank);
   const AttendTile<Shape> tile(shared, rank);
 
-  // The first tile's page names are in flight while the tables are filled.
+  // The first tile's page ids are in flight while the tables are filled.
   TileWalk<Shape> walk(in, tile);
   const int64_t state = Shape::kLow ? in.states[batch] : 0;
   const int first = Shape::kLow ? int(in.first[batch]) : 0;

@@ -5,7 +5,7 @@
 
 namespace shadowkv {
 
-// The walk over a warp's tiles; lane i handles token i. Chunk numbers are read three tiles ahead, page names two, keys
+// The walk over a warp's tiles; lane i handles token i. Chunk numbers are read three tiles ahead, page ids two, keys
 // and scales one.
 template <class Shape>
 struct TileWalk {

@@ -13,17 +13,17 @@ namespace shadowkv {
 constexpr int kAttendWarps = 4;
 constexpr int kAttendQueries = 8; // most query heads of a block: columns of a product
 
-// Page strides count bytes between consecutive page names, the others elements.
+// Page strides count bytes between consecutive page ids, the others elements.
 struct AttendInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
   const char* keys;          // pages of [64, rank] latents or [heads, 64, dim] rows
   const char* values;        // pages of [heads, 64, dim] codes or rows, or a buffer: see below
-  const char* scale;         // pages of [heads, 64, scales] half, for codes, named by key_pages
+  const char* scale;         // pages of [heads, 64, scales] half, for codes, at key_pages
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
   // Null, or the values are the chunks of a buffer [slots, heads, buffer_entries], value_page bytes each, and
-  // value_pages names the buffer entry of every selected chunk instead of pages.
+  // value_pages has the buffer entry of every selected chunk instead of pages.
   const int64_t* value_slots; // [batch]
   const __nv_bfloat16* basis; // [states, rank, heads, dim]
   const void* mean;           // [states, heads, dim] float or bf16, or null

@@ -42,9 +42,9 @@ __device__ __forceinline__ int bucket_of(const uint4* host, int bucket_bits) {
 
 struct FindMisses {
   const uint8_t* host;     // [N, H, C, row_bytes]
-  int64_t page_stride;     // from one page name to the next, in bytes
+  int64_t page_stride;     // from one page id to the next, in bytes
   const int64_t* pages;    // [B, P]
-  int64_t pages_stride;    // of a row, in names
+  int64_t pages_stride;    // of a row, in page ids
   const int64_t* slots;    // [B]
   const int64_t* selected; // [B, H, k]
   uint8_t* rows;           // [slots, H, M, row_bytes]

@@ -17,7 +17,7 @@ namespace shadowkv {
 constexpr int kPagedQueries = 8; // query heads per block: columns of a product
 constexpr int kPagedWarps = kPage / kPagedTile;
 
-// Strides count elements, page strides elements between consecutive page names.
+// Strides count elements, page strides elements between consecutive page ids.
 template <typename Rows>
 struct PagedInputs {
   const __nv_bfloat16* q;          // [batch, heads * group, dim], contiguous
@@ -43,14 +43,14 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // A warp's walk over the tiles of its pages that hold tokens: the 16 tokens from `first` on of every step-th page. A
-// lane keeps the name of one page in 32, and what determines which of its tokens are attended to.
+// lane keeps the id of one page in 32, and what determines which of its tokens are attended to.
 template <typename Rows>
 struct PagedTiles {
   typename Rows::Tokens of;
   const int64_t* pages;
   int next, step, entries, first;
   uint32_t left = 0;
-  int64_t name, value_name;
+  int64_t page_id, value_page_id;
   int kept;
   int64_t page, value_page; // of keys and of values
   int tokens;      // up to the end of the page's, of which at most 16 belong to the tile; 0 after the last tile
@@ -59,15 +59,15 @@ struct PagedTiles {
   __device__ __forceinline__ void advance() {
     while (left == 0 && next < entries) {
       const int entry = next + threadIdx.x % 32 * step;
-      name = entry < entries ? pages[entry] : 0;
-      if constexpr (Rows::kOwnValuePages) value_name = entry < entries ? of.value_pages[entry] : 0;
+      page_id = entry < entries ? pages[entry] : 0;
+      if constexpr (Rows::kOwnValuePages) value_page_id = entry < entries ? of.value_pages[entry] : 0;
       kept = entry < entries ? of.tile(entry, first) : of.kNone;
       left = __ballot_sync(~0u, of.any(kept));
       next += 32 * step;
     }
     const int lane = __ffs(left) - 1;
-    page = __shfl_sync(~0u, name, lane & 31);
-    if constexpr (Rows::kOwnValuePages) value_page = __shfl_sync(~0u, value_name, lane & 31);
+    page = __shfl_sync(~0u, page_id, lane & 31);
+    if constexpr (Rows::kOwnValuePages) value_page = __shfl_sync(~0u, value_page_id, lane & 31);
     else value_page = page;
     if (left == 0) {
       tokens = 0;

@@ -11,7 +11,7 @@ namespace shadowkv {
 
 // A slice of the kept runs of a row, from a lane's view.
 struct Slice {
-  uint2 named; // the page name and run of the lane's run
+  uint2 named; // the page id and run of the lane's run
   float slope, more; // linear map from its tokens' scores to exponents
   unsigned row, head, first;
   int left; // runs from the first on, at most those of a slice; 0 or less if there is no such slice

@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   if (to_keep > 0) {
     const uint4* values =
         count_values(shared, phase.memory, room, p.coarse + int64_t(row) * p.num_pages_most, pages);
-    const int64_t* names = p.pages + sequence * p.pages_stride;
+    const int64_t* page_ids = p.pages + sequence * p.pages_stride;
     uint2* kept = p.kept(row);
     float* weights = p.weights(row);
     uint32_t* bits = reinterpret_cast<uint32_t*>(room);
     const auto keep = [&](uint32_t place, uint32_t run, float weight) {
-      kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
+      kept[place] = {uint32_t(page_ids[run / kPageRuns]), run}, weights[place] = weight;
     };
     float length = 0; // average over the queries
     if (p.sampled) {

@@ -9,7 +9,7 @@ namespace shadowkv {
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
 constexpr int kScoreWarps = 8;  // per block that scores
-constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each;
+constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the page id of each;
 constexpr int kShortSlice = 8;  // this many if there are few
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
 
@@ -42,9 +42,9 @@ struct SelectBySketch {
   const int* sum;       // [B, H, G]
   const uint4* coarse;  // [B, H, P], 8 halves each
   const uint8_t *signs, *rest, *scale;
-  uint32_t signs_stride, rest_stride, scale_stride; // from one page name to the next, in bytes
+  uint32_t signs_stride, rest_stride, scale_stride; // from one page id to the next, in bytes
   const int64_t* pages;                             // [B, P]
-  int64_t pages_stride;                             // of a row, in names
+  int64_t pages_stride;                             // of a row, in page ids
   const int64_t* num_pages;                         // [B]
   const int64_t* budget;                            // [B]
   const int64_t *sampled, *seeds;                   // [B], or null if nothing is sampled
@@ -88,7 +88,7 @@ struct SelectBySketch {
   __device__ uint16_t* values(unsigned row) const {
     return reinterpret_cast<uint16_t*>(workspace + row * region.bytes());
   }
-  __device__ uint2* kept(unsigned row) const { // page names and runs
+  __device__ uint2* kept(unsigned row) const { // page ids and runs
     return reinterpret_cast<uint2*>(workspace + row * region.bytes() + region.values);
   }
   __device__ float* weights(unsigned row) const {

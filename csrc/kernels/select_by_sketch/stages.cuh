@@ -77,15 +77,15 @@ struct RunStages {
   __device__ __forceinline__ void
   copy(const SelectBySketch& p, uint2 named, unsigned head, int left, int first, int slot) const {
     const int at = first + run;
-    const uint32_t name = __shfl_sync(~0u, named.x, at);
+    const uint32_t page_id = __shfl_sync(~0u, named.x, at);
     const uint32_t of_page = head * kPageRuns + __shfl_sync(~0u, named.y, at) % kPageRuns;
     if (at < left) {
       const uint32_t codes = (of_page * kRun + token) * kBytes;
-      copy_token<kBytes>(to_codes + slot * Stage::kSize, p.signs + uint64_t(name) * p.signs_stride + codes);
+      copy_token<kBytes>(to_codes + slot * Stage::kSize, p.signs + uint64_t(page_id) * p.signs_stride + codes);
       copy_token<kBytes>(
-          to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(name) * p.rest_stride + codes);
+          to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(page_id) * p.rest_stride + codes);
       if (token == 0)
-        copy8_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + of_page * kRun);
+        copy8_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(page_id) * p.scale_stride + of_page * kRun);
     }
     close_copy_group();
   }

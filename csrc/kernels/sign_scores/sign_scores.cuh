@@ -18,7 +18,7 @@
 namespace shadowkv {
 
 constexpr int kMostWarps = 8;     // heads of a block
-constexpr int kMostRunPages = 32; // a lane holds the name of one page
+constexpr int kMostRunPages = 32; // a lane holds the id of one page
 
 // Queries from sketch_queries.
 struct SignScores {
@@ -26,9 +26,9 @@ struct SignScores {
   const float* unit;      // [B, H G]; the whole numbers count 16 of these
   const int* sum;         // [B, H G]
   const uint8_t *signs, *scale;
-  uint32_t signs_stride, scale_stride; // from one page name to the next, in bytes
+  uint32_t signs_stride, scale_stride; // from one page id to the next, in bytes
   const int64_t* pages;                // [B, P]
-  int64_t pages_stride;                // of a row, in names
+  int64_t pages_stride;                // of a row, in page ids
   const int64_t* num_pages;            // [B]
   __half* scores;                      // [B, H, 8 P]
   int batch, heads, group, columns, run_pages;
@@ -97,17 +97,17 @@ template <int kWords>
 struct SignCopies {
   using Stage = SignStage<kWords>;
   int lane, steps;              // steps: four pages each, as many as hold tokens
-  uint32_t names;               // a lane's is that of one page: granules of 256 bytes, with 31 bits up to 512 GiB
+  uint32_t page_ids;            // a lane's is that of one page: granules of 256 bytes, with 31 bits up to 512 GiB
   const uint8_t* stages;        // the warp's
-  const uint8_t *signs, *scale; // the first bytes that the lane would copy from a page of name 0
+  const uint8_t *signs, *scale; // the first bytes that the lane would copy from a page of id 0
   uint32_t signs_stride, scale_stride;
 
-  // `pages`: names of the run, of which `valid` hold tokens.
+  // `pages`: ids of the run, of which `valid` hold tokens.
   __device__ __forceinline__ SignCopies(
       const SignScores& p, int head, const int64_t* pages, int valid, const uint8_t* stages_)
       : lane(threadIdx.x),
         steps((valid + Stage::kPages - 1) / Stage::kPages),
-        names(steps ? uint32_t(pages[min(lane, valid - 1)]) : 0),
+        page_ids(steps ? uint32_t(pages[min(lane, valid - 1)]) : 0),
         stages(stages_),
         signs(p.signs + head * Stage::kPageBytes + lane * 16),
         scale(p.scale + head * Stage::kScaleBytes + lane % 8 * 8),
@@ -122,11 +122,11 @@ struct SignCopies {
       const uint32_t to = shared_address(stage(slot));
 #pragma unroll
       for (int i = 0; i < Stage::kPages; ++i) {
-        const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + i);
-        Stage::copy_signs(to, i, signs + uint64_t(name) * signs_stride, lane);
+        const uint32_t page_id = __shfl_sync(~0u, page_ids, Stage::kPages * step + i);
+        Stage::copy_signs(to, i, signs + uint64_t(page_id) * signs_stride, lane);
       }
-      const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + lane / 8);
-      Stage::copy_scales(to, scale + uint64_t(name) * scale_stride, lane);
+      const uint32_t page_id = __shfl_sync(~0u, page_ids, Stage::kPages * step + lane / 8);
+      Stage::copy_scales(to, scale + uint64_t(page_id) * scale_stride, lane);
     }
     close_copy_group();
   }

@@ -71,7 +71,7 @@ class Pass(NamedTuple):
 
 
 class CudaGraphs:
-    """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
+    """Runs decode steps and compressions of pages of one cache from graphs, capturing those it does not have.
 
     Args:
         step: computes logits, in any dtype, from a plan's shapes, its numbers on the device, the inputs int64 [2, B],
@@ -87,7 +87,7 @@ class CudaGraphs:
         captures: how many there have been, including those without room.
         graphs: those that are kept, by their shapes, the most recently used last.
         without: shapes whose graph had no room.
-        eager: steps and seals that ran without a graph, by their shapes, until it was captured.
+        eager: steps and compressions that ran without a graph, by their shapes, until it was captured.
     """
 
     def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
@@ -114,7 +114,7 @@ class CudaGraphs:
         where such passes come again and again."""
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
-            self._seal_due(plan)
+            self._compress_due(plan)
             return self._run_pass(given, self.cache.rounded(plan, self.max_batch), 0, at_once=False)
         count = sum(map(len, ids))
         rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
@@ -130,7 +130,7 @@ class CudaGraphs:
         if key not in self.graphs and self.eager[key] < EAGER_STEPS:
             self.eager[key] += 1
             return None
-        self._seal_due(plan)
+        self._compress_due(plan)
         return self._run_pass(given, shape, rows, at_once=True)
 
     def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
@@ -186,15 +186,15 @@ class CudaGraphs:
         key = _key(self.cache.rounded(plan, self.max_batch, batch), rows)
         return key in self.graphs or key in self.without
 
-    def _seal_due(self, plan: DecodePlan) -> None:
+    def _compress_due(self, plan: DecodePlan) -> None:
         for number, of_group in enumerate(plan.groups):
-            if of_group.sealing is not None:
-                self._seal(number, of_group.sealing)
+            if of_group.compression is not None:
+                self._compress(number, of_group.compression)
 
-    def _seal(self, number: int, numbers: np.ndarray) -> None:
-        padded = self.cache.padded_sealing(number, numbers)
-        seal = functools.partial(self.cache.seal_pages, number)
-        self._run((number, *padded.shape), padded, seal, seal)
+    def _compress(self, number: int, numbers: np.ndarray) -> None:
+        padded = self.cache.padded_compression(number, numbers)
+        compress = functools.partial(self.cache.compress_pages, number)
+        self._run((number, *padded.shape), padded, compress, compress)
 
     def _run(
         self,

@@ -104,7 +104,7 @@ def run_through(generator: Generator[None, None, Any]) -> Any:
 
 
 class Step(NamedTuple):
-    """A decode step beside prompts: its batch, what is due before it has been sealed, and its tokens int64 [B]."""
+    """A decode step beside prompts: its batch, what is due before it has been compressed, and its tokens int64 [B]."""
 
     batch: Batch
     ids: Tensor

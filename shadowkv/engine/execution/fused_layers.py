@@ -58,8 +58,8 @@ class FusedLayers:
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
         alone = model.group.size == 1 and not model.config.quantization and model.config.experts is None
         matrices = [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
-        runs = [run for matrix in matrices for run in matrix.runs]
-        known = all(run.form is None or isinstance(run.form, BlockForm) for run in runs)
+        row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
+        known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
         plain = config.activation == "silu" and not (config.sinks or config.wide_norms)
         return kernel and alone and known and plain and cache.exact_layers() is not None
@@ -69,7 +69,7 @@ class FusedLayers:
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers
-        if batch.sealed is None:
+        if batch.compressed is None:
             result: Tensor = decode(x, None, self._all, tokens, False)[0]
             return result
         attend = self._attend_beside

@@ -53,7 +53,7 @@ class Ranks:
             raise SettingsError(reason, settings)
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
-        self._tell: Callable[[RankFailure], None] = lambda failure: None
+        self._on_failure: Callable[[RankFailure], None] = lambda failure: None
         self._folder, self.writer = HeldFolder("ranks-"), Writer()
         self._closing, self._pending = False, list[bytes]()
         self._known = threading.Event()
@@ -90,11 +90,11 @@ class Ranks:
             pipe = cast(Connection, multiprocessing.connection.wait(left)[0])
             left.remove(pipe)
             try:
-                said = pipe.recv()
+                message = pipe.recv()
             except (OSError, EOFError):
-                said = True, None
-            if said != HERE:
-                self.failure = self._describe_end(pipe, said[1])
+                message = True, None
+            if message != HERE:
+                self.failure = self._describe_end(pipe, message[1])
                 raise RankFailure(self.failure)
 
     def queue(self, call: bytes) -> None:
@@ -134,11 +134,11 @@ class Ranks:
         if self.failure is not None:
             raise RankFailure(self.failure)
 
-    def when_failed(self, tell: Callable[[RankFailure], None]) -> None:
-        """Calls ``tell``, on a separate thread, when one of the ranks has ended."""
-        self._tell = tell
+    def when_failed(self, callback: Callable[[RankFailure], None]) -> None:
+        """Calls ``callback``, on a separate thread, when one of the ranks has ended."""
+        self._on_failure = callback
         if self._known.is_set() and self.failure is not None:
-            tell(RankFailure(self.failure))
+            callback(RankFailure(self.failure))
 
     def _watch(self) -> None:
         """Waits until a rank says why it ends, or just ends, which none does before it is asked to. One that ends
@@ -164,7 +164,7 @@ class Ranks:
         logger.error("%s", self.failure)
         for process in self._processes:
             process.kill()
-        self._tell(RankFailure(cast(str, self.failure)))
+        self._on_failure(RankFailure(cast(str, self.failure)))
         if self.group.size > 1:
             self.group.abort()  # ends what waits for that rank on the GPU; this returns once CUDA graphs are gone
 

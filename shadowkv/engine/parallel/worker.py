@@ -58,7 +58,7 @@ def main(number: int) -> None:
         config, rank, size, meeting = pipe.recv()
     except (OSError, EOFError):  # rank 0 was gone before this one had started
         raise SystemExit(1) from None
-    said: tuple[type[BaseException], ...] = (RankFailure, ValueError, MemoryError, OSError)
+    reported: tuple[type[BaseException], ...] = (RankFailure, ValueError, MemoryError, OSError)
     try:
         device = rank_device(config.device, rank)
         pipe.send(HERE)
@@ -69,14 +69,14 @@ def main(number: int) -> None:
         with current(device):
             loaded, cache, _ = load_engine_parts(config, group=group, device=device)
             worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache)
-            said = (RankFailure,)  # any other error from here on is a bug
+            reported = (RankFailure,)  # any other error from here on is a bug
             while True:
                 worker.run_commands(commands.get())
     except BaseException as error:
         of_another = isinstance(error, RankFailure)
         with suppress(OSError):
             pipe.send((not of_another, str(error) if of_another else f"{type(error).__name__}: {error}"))
-        if isinstance(error, said):  # in one line, by rank 0
+        if isinstance(error, reported):  # in one line, by rank 0
             raise SystemExit(1) from None
         raise
 

@@ -144,7 +144,7 @@ class EngineCore:
     def _take_message(self, client: bytes, message: bytes) -> None:
         try:
             self._take(client, messages.decode_command(message))
-        except msgspec.DecodeError:  # of another version, which has been told so
+        except msgspec.DecodeError:  # of another version, which has been refused
             logger.exception("a message from %s could not be read", client)
         except Exception as error:  # ends the engine: whoever sent this would wait for an answer forever
             self._commands.put(partial(_raise, error))
@@ -218,7 +218,7 @@ class EngineCore:
             what = f"internal error ({type(error).__name__}); the log has the details"
             counts = len(add.prompt) // messages.ID_BYTES, 0, 0
             output = TokenOutput(add.request_id, [], "error", *counts, RequestTimes(add.arrival), error=what)
-            self._commands.put(partial(self._send, [output]))
+            self._commands.put(partial(self._send_outputs, [output]))
         else:
             request.times.arrival, request.looked_up = add.arrival, add.looked_up
             self._commands.put(partial(self._add, client.decode(), request, add.save))
@@ -229,8 +229,8 @@ class EngineCore:
         try:
             self._grid = warm_up(self.engine, self._stopping.is_set, SERVER_SECONDS)
             self._warm.set()
-            while self._obey():
-                self._send(self.engine.step(wait=False))
+            while self._run_commands():
+                self._send_outputs(self.engine.step(wait=False))
         except BaseException as error:
             self._error = error
             # The reason of a rank's failure is in the log already.
@@ -239,25 +239,25 @@ class EngineCore:
             self._warm.set()
             ended = messages.Ended(str(self._error) if self._error else None)
             for client in self._clients:
-                self._tell(client, ended)
+                self._send(client, ended)
             try:
                 self.engine.close()
             except (OSError, RuntimeError) as error:
                 logger.warning("the prefix cache was not closed: %s", error)
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Carries out what was requested since the last step, or waits for something to do; False to stop."""
-        obeyed = False
+        ran_command = False
         while True:
             try:
-                if self.engine.waits_for_rules and not obeyed:
+                if self.engine.waits_for_rules and not ran_command:
                     command = self._commands.get(timeout=HELD_SECONDS)
                 elif self.engine.settling or self._has_spare_time:
                     command = self._commands.get_nowait()
                 else:
                     command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
-                if obeyed or not self._has_spare_time:
+                if ran_command or not self._has_spare_time:
                     return True
                 assert self._grid is not None
                 self._grid = self._grid if self._grid.capture() else None
@@ -265,14 +265,14 @@ class EngineCore:
             if command is None:
                 return False
             command()
-            obeyed = True
+            ran_command = True
 
     @property
     def _has_spare_time(self) -> bool:
         """Whether there are graphs to capture, and nothing else to do."""
         return self._grid is not None and not self.engine.has_work and not self.engine.settling
 
-    def _send(self, outputs: list[TokenOutput]) -> None:
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         of_client: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for output in outputs:
             name = output.request_id
@@ -283,9 +283,9 @@ class EngineCore:
                     save()
             of_client[name.partition("-")[0]].append(output)
         for client, of_it in of_client.items():
-            self._tell(client, messages.Step(of_it))
+            self._send(client, messages.Step(of_it))
 
-    def _tell(self, client: str, event: messages.Event) -> None:
+    def _send(self, client: str, event: messages.Event) -> None:
         if client in self._clients:
             self._clients[client].send(encode(event))
 
@@ -324,7 +324,7 @@ class EngineCore:
         try:
             self.engine.add(request)
         except RequestError as error:  # its id is in use: the engine goes on for all others
-            self._tell(client, messages.Refused(request.request_id, str(error), error.param))
+            self._send(client, messages.Refused(request.request_id, str(error), error.param))
 
     def _end(self, name: str, end: Callable[[str], None]) -> None:
         self._in_flight.pop(name, None)
@@ -334,7 +334,7 @@ class EngineCore:
     # -- questions, on the engine's thread ------------------------------------------------------------------------
 
     def _begin(self, client: str, number: int, begin: Callable[[Future[Any]], None]) -> None:
-        """Begins what settles a future, whose outcome the client is told, from this thread."""
+        """Begins what settles a future, whose outcome is sent to the client, from this thread."""
         self._expect(client, number, answer := Future[Any]())
         try:
             begin(answer)
@@ -350,12 +350,12 @@ class EngineCore:
             return
         error = answer.exception()
         if error is None:
-            self._tell(client, messages.reply(number, answer.result()))
+            self._send(client, messages.reply(number, answer.result()))
         else:
             if not isinstance(error, (RequestError, SaveError)):
                 logger.error("a question could not be answered", exc_info=error)
             param = getattr(error, "param", None)
-            self._tell(client, messages.Failure(number, type(error).__name__, str(error), param))
+            self._send(client, messages.Failure(number, type(error).__name__, str(error), param))
 
     def _forget(self, client: str, number: int) -> None:
         answer = self._answers.pop((client, number), None)

@@ -121,9 +121,9 @@ class EngineProcess:
         with suppress(OSError):
             self._control.send(Left(client))
 
-    def when_it_ends(self, tell: Callable[[str], object]) -> None:
-        """Has ``tell`` called with the reason once the process has ended, from any thread."""
-        self._ended.add_done_callback(lambda ended: tell(ended.result()))
+    def when_it_ends(self, callback: Callable[[str], object]) -> None:
+        """Has ``callback`` called with the reason once the process has ended, from any thread."""
+        self._ended.add_done_callback(lambda ended: callback(ended.result()))
 
     def _watch(self) -> None:
         self._process.wait()

@@ -168,10 +168,10 @@ class _Parent:
 
     def _watch(self) -> None:
         try:
-            while isinstance(said := self._control.recv(), Left):
+            while isinstance(message := self._control.recv(), Left):
                 for core in self.cores:
-                    core.has_left(said.client)
-            seconds: float = said
+                    core.has_left(message.client)
+            seconds: float = message
         except (OSError, EOFError):
             seconds, self.is_gone = ORPHAN_SECONDS, True
         self.done.set()

@@ -36,7 +36,7 @@ class Costs:
         step: per layer, by which a step takes longer if any of its sequences is compressed.
         row: per layer and compressed sequence.
         fit: per layer, for a prompt's subspaces and maps.
-        seal: per layer and dimension of all kv heads, for each token of a prompt.
+        compress: per layer and dimension of all kv heads, for each token of a prompt.
     """
 
     bandwidth: float
@@ -44,17 +44,17 @@ class Costs:
     step: float
     row: float
     fit: float
-    seal: float
+    compress: float
 
 
 COSTS = {
     # One H200, Llama-3.1-8B: in a step of one sequence of 60K, 1.2 ms are neither bytes nor the dense step's; prompts
     # of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
-    "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, seal=2e-6 / (32 * 1024)),
+    "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, compress=2e-6 / (32 * 1024)),
     # SmolLM2-135M in blocks, CPU time of one thread: a step of one sequence takes 73, 104 and 106 ms with `turbo` at
     # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 with `full`; one of eight sequences 304 and 421 at 4,096 and
     # 12,288, and 186 and 481. That is less for each, but one user, as a CPU mostly has, is not to wait for eight.
-    "cpu": Costs(14e9, 14e9, step=0.0, row=1.8e-3, fit=0.1 / 30, seal=250e-6 / (30 * 192)),
+    "cpu": Costs(14e9, 14e9, step=0.0, row=1.8e-3, fit=0.1 / 30, compress=250e-6 / (30 * 192)),
 }
 
 
@@ -81,10 +81,10 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         reads = attention_seconds(layout, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
             return read / rows + reads
-        sealed = [group.shape for group in layout.groups if group.spec.seals]
-        layers = sum(shape.num_layers for shape in sealed)
-        dims = sum(shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in sealed)
-        once = (costs.fit * layers if layout.learns else 0.0) + costs.seal * dims * tokens
+        compressed = [group.shape for group in layout.groups if group.spec.compresses]
+        layers = sum(shape.num_layers for shape in compressed)
+        dims = sum(shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in compressed)
+        once = (costs.fit * layers if layout.learns else 0.0) + costs.compress * dims * tokens
         return (read + layers * costs.step) / rows + reads + layers * costs.row + once / ANSWER
 
     below = longest + 1

@@ -73,7 +73,7 @@ def load_engine_parts(
             layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device, backends or {})))
         except ValueError as error:
             raise config.refused_policy(error) from error
-    if layout.spec.seals and layout.spec.dense_below is None:
+    if layout.spec.compresses and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
         below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
@@ -182,7 +182,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     lines = [
         f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
         f"{loaded.model.weights_description} on {cache.device}{ranks}",
-        *([f"advice  {told}"] if (told := advice(config.model)) else []),
+        *([f"advice  {line}"] if (line := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {describe(cache.spec, cache.shape)}",
         *(

@@ -138,10 +138,10 @@ def _stored(tokens: int, shape: ModelShape) -> int:
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Device bytes that parts take to fit states and to seal pages, one after the other."""
+    """Device bytes that parts take to fit states and to compress pages, one after the other."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
-    return max(max(part.fitting_bytes(tokens), part.sealing_bytes()) for part in parts)
+    return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)
 
 
 def tables_bytes(layout: Layout) -> int:

@@ -60,15 +60,16 @@ class Forker(Generic[P]):
         send_handle(self.connection, descriptor, None)
 
     def hear(self) -> tuple[P | None, int, int] | None:
-        """What it says. None: that it is ready; otherwise who asked for a process that it has forked, and its id; or
-        nobody, the id of one that has ended, and its exit code. Raises OSError or EOFError where it has ended itself.
+        """Its next message. None: that it is ready; otherwise who asked for a process that it has forked, and its id;
+        or nobody, the id of one that has ended, and its exit code. Raises OSError or EOFError where it has ended
+        itself.
         """
         assert self.connection is not None
-        said: int | tuple[int, int] | None = self.connection.recv()
-        if said is None:
+        message: int | tuple[int, int] | None = self.connection.recv()
+        if message is None:
             self.is_ready = True
             return None
-        return (self._asked.popleft(), said, 0) if isinstance(said, int) else (None, *said)
+        return (self._asked.popleft(), message, 0) if isinstance(message, int) else (None, *message)
 
     def how_it_ended(self) -> str:
         """For one that has ended by itself."""

@@ -272,7 +272,7 @@ class GrammarPool:
             while not self._closed:
                 for key, _ in self._selector.select(timeout):
                     key.data()
-                self._obey()
+                self._run_commands()
                 self._start_some()
                 timeout = self._share_out(time.monotonic())
         finally:
@@ -280,13 +280,13 @@ class GrammarPool:
                 if not self._closed:
                     self._why_closed = FAILED
                 self._closed = True
-            self._obey()
+            self._run_commands()
             self._end_forker()
             self._refuse_all(self._why_closed)
             for end in (self._woken, self._wakes, self._selector):
                 end.close()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
 
@@ -491,7 +491,7 @@ class GrammarPool:
         if self._forker.connection is None:
             return  # it was ended just now
         try:
-            said = self._forker.hear()
+            message = self._forker.hear()
         except (EOFError, OSError):
             how, was_ready = self._forker.how_it_ended(), self._forker.is_ready
             if not was_ready:
@@ -501,9 +501,9 @@ class GrammarPool:
             for lost in [*self._grammars.values()]:
                 self._has_ended(lost, None, how)
             return
-        if said is None:
+        if message is None:
             return
-        process, pid, code = said
+        process, pid, code = message
         if process is not None:
             process.pid, self._by_pid[pid] = pid, process
             if self._grammars.get(process.grammar) is not process:  # by now nobody wants it

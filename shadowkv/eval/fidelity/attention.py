@@ -38,20 +38,20 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
 
 def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Tensor:
     """Which of the first ``length`` positions a step read, bool [B, H, length]; those past a sequence's end count."""
-    shape, sealed = cache.shape, seen.batch.sealed
+    shape, compressed = cache.shape, seen.batch.compressed
     attended = torch.ones(len(seen.q), shape.num_kv_heads, length, dtype=torch.bool, device=seen.q.device)
-    if sealed is None or seen.selected is None:
+    if compressed is None or seen.selected is None:
         return attended
-    selected = seen.batch.of_sealed(seen.selected)
-    elsewhere = exact_elsewhere(cache, seen.layer, sealed)  # exact, so read
+    selected = seen.batch.of_compressed(seen.selected)
+    elsewhere = exact_elsewhere(cache, seen.layer, compressed)  # exact, so read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
     chosen.scatter_(2, selected.where(selected >= 0, chunks), True)
-    tail = torch.arange(chunks, device=chosen.device) >= sealed.num_chunks[:, None, None]
+    tail = torch.arange(chunks, device=chosen.device) >= compressed.num_chunks[:, None, None]
     read = (elsewhere | chosen[..., :-1] | tail).repeat_interleave(cache.spec.chunk, dim=2)[..., :length]
-    of_sealed = seen.batch.of_sealed(attended)
-    of_sealed[..., : read.shape[-1]] = read
-    return spread(seen.batch, attended, of_sealed)
+    of_compressed = seen.batch.of_compressed(attended)
+    of_compressed[..., : read.shape[-1]] = read
+    return spread(seen.batch, attended, of_compressed)
 
 
 class AttentionLoss:

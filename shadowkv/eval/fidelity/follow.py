@@ -29,9 +29,9 @@ class ExactTails(Policy):
     """The twin of a policy that keeps all generated tokens exact, beside the same compressed prompt, which it takes
     over as the policy has stored it.
 
-    It shows what sealing costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding them,
-    and leaving it to the index to find them. A longer window does not show that: ``local=1024`` keeps the last 1,024
-    tokens of the prompt exact too.
+    It shows what compression costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding
+    them, and leaving it to the index to find them. A longer window does not show that: ``local=1024`` keeps the last
+    1,024 tokens of the prompt exact too.
 
     Attributes:
         tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
@@ -41,14 +41,14 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """All ``policies``, and after each that ever seals, its twin for ``tokens`` generated tokens.
+    """All ``policies``, and after each that ever compresses, its twin for ``tokens`` generated tokens.
 
     Raises ValueError where none does.
     """
     with_twins: list[Policy] = []
     for policy in policies:
         with_twins.append(policy)
-        if policy.spec is not None and policy.spec.seals:
+        if policy.spec is not None and policy.spec.compresses:
             label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
             with_twins.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
     if len(with_twins) == len(policies):
@@ -77,7 +77,7 @@ class Follower:
         assert policy.spec is not None, "the policy is local"
         self.policy, rows = policy, len(prompts)
         if isinstance(policy, ExactTails):
-            capacity += policy.tokens  # for the same number of sealed pages as its twin has
+            capacity += policy.tokens  # for the same number of compressed pages as its twin has
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
@@ -87,7 +87,7 @@ class Follower:
         self.measuring = False
         if exact is not None:
             shape, spec = self.cache.shape, self.cache.spec
-            chunks = (spec.sealed_pages(capacity) + 1) * PAGE // spec.chunk
+            chunks = (spec.compressed_pages(capacity) + 1) * PAGE // spec.chunk
             self.loss = AttentionLoss(exact, self.cache, rows)
             self.reuse = Reuse(shape.num_layers, rows, shape.num_kv_heads, chunks, self.cache.device)
             self.cache.observe = self._observe

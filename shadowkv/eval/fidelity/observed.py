@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
@@ -61,7 +61,7 @@ class ObservedCache(KVCache):
         """None: an op that runs whole layers calls nobody between them."""
         return None
 
-    def _keep(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+    def _keep(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """For some of the rows at a time."""
         self._selected.append(selected.chunks)
         return selected

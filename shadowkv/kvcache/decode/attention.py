@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.decode.batch import DecodeBatch, GroupPlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.sealing.pages import Sealing
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
-SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
+SelectionHook = Callable[[int, Tensor, CompressedBatch, Selection], Selection]
 """Sees the layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
 to. Layers are counted as the model does."""
 
@@ -52,8 +52,8 @@ class Decode:
         query_hook: the same for queries, whatever they attend to.
     """
 
-    def __init__(self, store: Store, sealing: Sealing) -> None:
-        self.store, self.sealing = store, sealing
+    def __init__(self, store: GroupStore, compression: Compression) -> None:
+        self.store, self.compression = store, compression
         self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
@@ -64,19 +64,19 @@ class Decode:
         """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
 
         Args:
-            numbers: the plan's, packed, already on the device, with what is due sealed already; then only the plan's
-                shapes are used, so that the result can be captured in a graph and used for other plans of the same
-                shapes.
+            numbers: the plan's, packed, already on the device, with what is due compressed already; then only the
+                plan's shapes are used, so that the result can be captured in a graph and used for other plans of the
+                same shapes.
         """
         if numbers is None:
-            if plan.sealing is not None:
-                self.sealing.seal_pages(upload(torch.from_numpy(plan.sealing), self.store.compute))
+            if plan.compression is not None:
+                self.compression.compress_pages(upload(torch.from_numpy(plan.compression), self.store.compute))
             numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
-        return batch_of(plan, numbers, self.spec, self.sealing.tables, self.store.layout.window)
+        return batch_of(plan, numbers, self.spec, self.compression.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
-        if batch.sealed is None or self.fetching is not None:
+        if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the same stream as exact attention, which reads them
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
@@ -92,29 +92,29 @@ class Decode:
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
-        if batch.sealed is not None and self.fetching is not None:
-            return self._start_fetched(layer, q, batch, batch.sealed, self.fetching, sinks)
+        if batch.compressed is not None and self.fetching is not None:
+            return self._start_fetched(layer, q, batch, batch.compressed, self.fetching, sinks)
         out = self._attend(layer, q, batch, sinks)
         return lambda: out
 
-    def _select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def _select(self, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         selected = self.parts.index.select(self.store, layer, q, batch)
         return selected if self.hook is None else self.hook(self.store.layout.layers[layer], q, batch, selected)
 
     def _attend(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> Tensor:
-        if batch.sealed is None:
+        if batch.compressed is None:
             return self._attend_exact(layer, q, batch, sinks)[0]
         exact = self.side_stream.start(
             lambda: self._attend_exact(layer, q, batch, sinks)
         )  # little work, while chunks are searched
-        sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
-        return self._merge(exact(), sealed, batch)
+        compressed = self._attend_compressed(layer, batch.of_compressed(q), batch.compressed)
+        return self._merge(exact(), compressed, batch)
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
         """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE over all tokens, where that over the exact ones is
-        known: ``out`` [B, H_q, d] with ``lse`` [B, H_q]. Some tokens are sealed, and no values are fetched."""
-        assert batch.sealed is not None, "nothing is sealed"
-        return self._merge((out, lse), self._attend_sealed(layer, batch.of_sealed(q), batch.sealed), batch)
+        known: ``out`` [B, H_q, d] with ``lse`` [B, H_q]. Some tokens are compressed, and no values are fetched."""
+        assert batch.compressed is not None, "nothing is compressed"
+        return self._merge((out, lse), self._attend_compressed(layer, batch.of_compressed(q), batch.compressed), batch)
 
     def _append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]
@@ -130,7 +130,7 @@ class Decode:
             out, lse = self.ops.add_sinks(out, lse, sinks)
         return out, lse
 
-    def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def _attend_compressed(self, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         if not self.spec.selects:
@@ -142,16 +142,16 @@ class Decode:
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight, most)
         return out, lse
 
-    def _merge(self, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] over exact tokens and over sealed ones of each segment [R, H_q, d]."""
+    def _merge(self, exact: tuple[Tensor, Tensor], compressed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
+        """Attention [B, H_q, d] over exact tokens and over compressed ones of each segment [R, H_q, d]."""
         merge = self.ops.merge_attention
         if batch.of_sequence is None:
-            merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), sealed])
+            merged: Tensor = merge([(batch.of_compressed(exact[0]), batch.of_compressed(exact[1])), compressed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
         # An empty row for sequences that have fewer segments than others.
-        outs = torch.cat((sealed[0], torch.zeros_like(sealed[0][:1])))
-        sums = torch.cat((sealed[1], torch.full_like(sealed[1][:1], float("-inf"))))
+        outs = torch.cat((compressed[0], torch.zeros_like(compressed[0][:1])))
+        sums = torch.cat((compressed[1], torch.full_like(compressed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):
             out, lse = merge([(out, lse), (outs[rows], sums[rows])]), torch.logaddexp(lse, sums[rows])
         return out
@@ -161,14 +161,14 @@ class Decode:
         layer: int,
         q: Tensor,
         batch: DecodeBatch,
-        sealed: SealedBatch,
+        compressed: CompressedBatch,
         fetching: Fetching,
         sinks: Tensor | None,
     ) -> Callable[[], Tensor]:
         """In portions of the rows: values of one cross the bus while others are scored or attended to."""
-        queries, started = batch.of_sealed(q), []
-        for rows in fetching.portions(sealed):
-            portion = sealed.part(rows)
+        queries, started = batch.of_compressed(q), []
+        for rows in fetching.portions(compressed):
+            portion = compressed.part(rows)
             selected = self._select(layer, queries[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.ops.sampling import Sampling
 
 
 class SequenceNumbers(NamedTuple):
-    """For each of B sequences, int64 [B]: its slot, tokens cached, tokens sealed, pages of the ring, static pages."""
+    """For each of B sequences, int64 [B]: its slot, tokens cached, tokens compressed, pages of the ring, static
+    pages."""
 
     slot: Any
     length: Any
-    sealed: Any
+    compressed: Any
     ring_pages: Any
     static_pages: Any
 
@@ -51,29 +52,30 @@ class GroupPlan:
         sequences, segments: NumPy arrays. Where no sequence has more than one segment there is one of each, R = B,
             empty where the sequence is dense.
         of_sequence: int64 [B, S], which segments a sequence has, R for none; None where there is one of each.
-        exact_pages, sealed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the page
-            tables.
+        exact_pages, compressed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the
+            page tables.
         max_budget: chunks that any segment may select, top-k and sampled.
         micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
             fetched while another computes.
-        sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
+        compression: int64 [6, n], pages to be compressed before the step (``Compression.compress_pages``); None where
+            there are none.
     """
 
     sequences: SequenceNumbers
     segments: SegmentNumbers
     of_sequence: np.ndarray | None
     exact_pages: int
-    sealed_pages: int
+    compressed_pages: int
     max_budget: int
     micro_batches: int = 1
-    sealing: np.ndarray | None = None
+    compression: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Determines the shapes of all tensors of a step."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
+        return (*counts, self.exact_pages, self.compressed_pages, self.max_budget, self.micro_batches)
 
     def packed(self) -> np.ndarray:
         """All numbers in one array, int64 [n]."""
@@ -130,15 +132,16 @@ class DecodeBatch:
 
     Attributes:
         positions: int64 [B], position of each new token.
-        pages: int64 [B, E], names of the exact pages.
+        pages: int64 [B, E], ids of the exact pages.
         counts: int64 [B, E], valid tokens of each exact page, the new one included.
         starts: int64 [B, E], with a window, the first token of each page that is in it, of those; else None.
-        write_page: int64 [B], name of the exact page that takes the new token.
+        write_page: int64 [B], id of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
-        sealed: None where no row has sealed pages.
-        sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
-        of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
-            at most one.
+        compressed: None where no row has compressed pages.
+        sequence: int64 [R], the row of the batch that each row of ``compressed`` belongs to; None where they are the
+            same.
+        of_sequence: int64 [B, S], which rows of ``compressed`` each row of the batch has, R for none; None where each
+            has at most one.
     """
 
     positions: Tensor
@@ -146,7 +149,7 @@ class DecodeBatch:
     counts: Tensor
     write_page: Tensor
     write_offset: Tensor
-    sealed: SealedBatch | None
+    compressed: CompressedBatch | None
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
     starts: Tensor | None = None
@@ -156,8 +159,8 @@ class DecodeBatch:
         """B."""
         return len(self.positions)
 
-    def of_sealed(self, x: Tensor) -> Tensor:
-        """[R, ...] of [B, ...], for the rows of ``sealed``."""
+    def of_compressed(self, x: Tensor) -> Tensor:
+        """[R, ...] of [B, ...], for the rows of ``compressed``."""
         return x if self.sequence is None else x[self.sequence]
 
     def split(self, count: int) -> list[DecodeBatch]:
@@ -173,7 +176,7 @@ class DecodeBatch:
             self.counts[rows],
             self.write_page[rows],
             self.write_offset[rows],
-            None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
+            None if self.compressed is None else replace(self.compressed.part(rows), overlapped=True),
             starts=None if self.starts is None else self.starts[rows],
         )
 
@@ -196,38 +199,38 @@ def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, win
     starts, counts = None, _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
     if window is not None:
         starts, counts = _in_window(length, ring, plan.exact_pages, window)
-    sealed = sequence = None
-    if plan.sealed_pages:
+    compressed = sequence = None
+    if plan.compressed_pages:
         # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
         # which only a GPU uses, are cut by rows of the whole batch.
-        compressed = segments.end > segments.first
+        nonempty = segments.end > segments.first
         if of_sequence is not None:
             sequence = segments.sequence
-        elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not compressed.all():
-            sequence = compressed.nonzero().squeeze(1)
+        elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not nonempty.all():
+            sequence = nonempty.nonzero().squeeze(1)
             segments = SegmentNumbers(*(x[sequence] for x in segments))
-        sealed = _sealed_batch(plan, segments, spec, tables)
+        compressed = _compressed_batch(plan, segments, spec, tables)
     return DecodeBatch(
         length,
         pages,
         counts,
         pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
         length % PAGE,
-        sealed,
+        compressed,
         sequence,
         of_sequence,
         starts=starts,
     )
 
 
-def _sealed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> SealedBatch:
-    pages = value_pages = tables.pages[segments.slot, : plan.sealed_pages].long()
+def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> CompressedBatch:
+    pages = value_pages = tables.pages[segments.slot, : plan.compressed_pages].long()
     if spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
-        value_pages = tables.value_pages[segments.slot, : plan.sealed_pages].long()
+        value_pages = tables.value_pages[segments.slot, : plan.compressed_pages].long()
     tokens, span = segments.end - segments.first, None
     if not spec.selects:
         span = (segments.first == 0) * (spec.sink_chunks * spec.chunk), tokens
-    return SealedBatch(
+    return CompressedBatch(
         slots=segments.slot,
         states=segments.state,
         first=segments.first,
@@ -245,12 +248,12 @@ def _sealed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, table
 
 def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
     """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
-    _, length, sealed, ring_pages, static_pages = numbers
+    _, length, compressed, ring_pages, static_pages = numbers
     column = torch.arange(static.shape[1], device=static.device)
     ring, first = ring_pages[:, None], static_pages[:, None]
-    age = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    age = (column - first - compressed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
     in_ring = (column >= first) & (column < first + ring)
-    tail = (length + 1 - sealed)[:, None]
+    tail = (length + 1 - compressed)[:, None]
     counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
     return counts.clamp(0, PAGE)
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
@@ -54,7 +54,7 @@ class Fetch:
 class Fetching:
     """The buffers of a store that has them."""
 
-    def __init__(self, store: Store, side_stream: SideStream) -> None:
+    def __init__(self, store: GroupStore, side_stream: SideStream) -> None:
         of_all_layers = store.buffer
         assert of_all_layers is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
@@ -76,15 +76,15 @@ class Fetching:
         much = len(budget) > 1 and int(budget.sum()) * rows.shape[1] >= TWO_BATCH_CHUNKS
         return 2 if self._stream is not None and short and much else 1
 
-    def portions(self, batch: SealedBatch) -> list[slice]:
-        """Runs of rows that are fetched one after the other; a single run where there is no bus or another micro-batch
-        uses the time."""
+    def portions(self, batch: CompressedBatch) -> list[slice]:
+        """Portions of rows, which are fetched one after the other; a single one where there is no bus, or another
+        micro-batch uses the time."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
-    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
+    def start(self, layer: int, selected: Tensor, batch: CompressedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches those of the selected chunks int64 [B, H, k] of ``source`` that the buffer lacks."""
         buffer = self._buffers[layer]
         where = self._host[layer], batch.value_pages, batch.slots

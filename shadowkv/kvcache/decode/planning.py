@@ -1,4 +1,4 @@
-"""How a decode step is planned on the host: which tokens of which sequences, and what is sealed before.
+"""How a decode step is planned on the host: which tokens of which sequences, and what is compressed before.
 
 All that the device needs is in numbers. Shapes are rounded up, so that few captured graphs serve many steps; padding
 names the padding slots.
@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.decode.batch import GroupPlan, SegmentNumbers, SequenceNumbers
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
-from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.ops.sampling import row_seeds
 
@@ -23,17 +23,17 @@ class DecodePlanner:
     """Plans steps of a pool's sequences.
 
     Args:
-        storing: seals what is due.
+        storing: compresses what is due.
         fetching: how values on the host are fetched; None where none are.
     """
 
     def __init__(self, storing: Storing, fetching: Fetching | None) -> None:
         self.storing, self.fetching = storing, fetching
-        self.pool, self.sealing, self.layout = storing.pool, storing.sealing, storing.layout
+        self.pool, self.compression, self.layout = storing.pool, storing.compression, storing.layout
         self.tables, self.spec = storing.pool.tables, storing.spec
 
     def plan(self, sequences: Sequence[CachedSequence]) -> GroupPlan:
-        """Turns tails that have outgrown their state into segments, and plans the sealing that is due and one more
+        """Turns tails that have outgrown their state into segments, and plans the compression that is due and one more
         token for each."""
         tables, spec = self.tables, self.spec
         for sequence in sequences:
@@ -42,20 +42,20 @@ class DecodePlanner:
         capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
         if (tables.length[slots] >= capacity).any():
             raise ValueError(f"a sequence is at its capacity: lengths {tables.length[slots]}, capacities {capacity}")
-        sealing = None
-        if spec.seals:
-            tail = tables.length[slots] - tables.sealed[slots]
+        compression = None
+        if spec.compresses:
+            tail = tables.length[slots] - tables.compressed[slots]
             growth = self.layout.growth
             limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
-            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= limit)
+            outgrown = (tables.compressed[slots] + PAGE > tables.valid_until[slots]) & (tail >= limit)
             if outgrown.any():
-                self.storing.seal_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
-            due = self.sealing.due(slots)
+                self.storing.compress_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
+            due = self.compression.due(slots)
             if due.any():
-                sealing = self.sealing.numbers(slots[due])
+                compression = self.compression.numbers(slots[due])
                 for row in map(int, due.nonzero()[0]):
-                    self.pool.seal(sequences[row], sequences[row].sealed + PAGE)
-        names = "length", "sealed", "ring_pages", "static_pages"
+                    self.pool.compress(sequences[row], sequences[row].compressed + PAGE)
+        names = "length", "compressed", "ring_pages", "static_pages"
         numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
         segments, of_sequence = self._segments(numbers)
         budget = segments.top_k + segments.sampled
@@ -67,7 +67,7 @@ class DecodePlanner:
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
-            sealing,
+            compression,
         )
 
     def forecast(
@@ -82,24 +82,24 @@ class DecodePlanner:
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
         segments = int(tables.segments[slots].max(initial=0))
         exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max(initial=0))
-        sealed = int(tables.sealed[slots].max(initial=0))
+        compressed = int(tables.compressed[slots].max(initial=0))
         for sequence, length in joining:
-            at = sequence.standing
-            after = layout.growth.sealed(at, length, length == sequence.capacity)
+            at = sequence.segment_state
+            after = layout.growth.compressed(at, length, length == sequence.capacity)
             segments = max(segments, at.segments + after.fits)
             static = len(sequence.static) if at.segments else self.spec.static_pages
-            compressed = static + len(sequence.ring)
+            after_compression = static + len(sequence.ring)
             dense = length // PAGE + 1
             if sequence.window is not None:
                 dense = min(dense, len(sequence.dense))
-            exact = max(exact, compressed if after.tokens else dense)
-            sealed = max(sealed, after.tokens)
+            exact = max(exact, after_compression if after.tokens else dense)
+            compressed = max(compressed, after.tokens)
         if segments > 1:
             return None
         count = len(sequences) + len(joining)
         padding = padding_numbers(tables)
         rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
-        return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
+        return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, compressed // PAGE, 0)
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
         """The segments of a batch, and which of them each sequence has."""
@@ -118,7 +118,7 @@ class DecodePlanner:
         first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
         if isinstance(spec.budget, int):  # for the whole sequence
-            budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
+            budget = -(-budget * (end - first) // np.maximum(1, numbers.compressed[sequence]))
         budget = np.where(end > first, budget, 0)
         sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
@@ -134,10 +134,10 @@ class DecodePlanner:
 
 
 MIN_PAGES = 8
-"""Minimum width of a page table for sealed pages."""
+"""Minimum width of a page table for compressed pages."""
 
 MIN_EXACT_PAGES = 32
-"""The same for exact pages: a warp looks at as many names at once. Widths above are powers of 2, as entries without
+"""The same for exact pages: a warp looks at as many page ids at once. Widths above are powers of 2, as entries without
 tokens are skipped 32 at a time: shapes of short sequences differ in the batch alone, and few graphs serve all."""
 
 
@@ -158,8 +158,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
     count, rows, most = plan.shape[:3]
     batch = batch or max(min(round_up(count), max_batch), count)
     exact = min(1 << (max(plan.exact_pages, MIN_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
-    sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, MIN_PAGES)), tables.pages.shape[1])
-    budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
+    compressed = plan.compressed_pages and min(round_up(max(plan.compressed_pages, MIN_PAGES)), tables.pages.shape[1])
+    budget = int(spec.budget_chunks(np.asarray(compressed * PAGE + spec.local + PAGE))) if compressed else 0
     sequence, segment = padding_numbers(tables)
     of_sequence = plan.of_sequence
     if of_sequence is None:
@@ -176,13 +176,13 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
         segments=SegmentNumbers(*_padded(plan.segments, segment._replace(sequence=owner), padded_rows)),
         of_sequence=of_sequence,
         exact_pages=exact,
-        sealed_pages=sealed,
+        compressed_pages=compressed,
         max_budget=budget,
     )
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a padding page, int64 [6]."""
+    """Numbers int64 [6, n] of pages to be compressed, rounded up with those of a padding page, int64 [6]."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
     return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 

@@ -1,1 +1,1 @@
-"""Memory without sequences: arenas in blocks, sealed pages by name and layer, and work on streams of its own."""
+"""Memory without sequences: arenas in blocks, compressed pages by name and layer, and work on streams of its own."""

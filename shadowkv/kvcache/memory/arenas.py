@@ -1,10 +1,10 @@
 """Tiers of memory: arenas handed out in blocks of equal size, allocated once at start, counted by references.
 
-A block of the device tier is one exact page (64 tokens of K and V) or as many sealed pages as fit in it, so
-short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
+A block of the device tier is one exact page (64 tokens of K and V) or as many compressed pages as fit in it, so
+short dense prompts and long compressed ones draw on the same bytes. A page's id is its *granule*: its
 byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
 granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of
-fitted states are named by their numbers.
+fitted states have their numbers as ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 GRANULE = 256
-"""Bytes between two addressable page starts; int32 page names reach 512 GiB per layer."""
+"""Bytes between two addressable page starts; int32 page ids reach 512 GiB per layer."""
 
 
 SLAB = 2**30
@@ -73,10 +73,10 @@ class BlockPool:
     """Which blocks are free, and how many references there are to each of the others.
 
     Args:
-        step: names from one block to the next: a block is named by the first of its names.
+        step: page ids from one block to the next: a block's id is the first of its page ids.
 
     Attributes:
-        spare: name of an extra block that is never allocated, the target of writes for padding rows.
+        spare: id of an extra block that is never allocated, the target of writes for padding rows.
         changes: how often blocks were taken or given back.
     """
 
@@ -92,13 +92,13 @@ class BlockPool:
         """Blocks that are not held."""
         return len(self._free)
 
-    def block_of(self, name: int) -> int:
-        """The block that a page of that name lies in."""
-        return name // self.step * self.step
+    def block_of(self, page_id: int) -> int:
+        """The block that a page of that id lies in."""
+        return page_id // self.step * self.step
 
-    def blocks_of(self, names: Iterable[int]) -> list[int]:
-        """The blocks that pages of those names lie in, each once."""
-        return list(dict.fromkeys(map(self.block_of, names)))
+    def blocks_of(self, page_ids: Iterable[int]) -> list[int]:
+        """The blocks that pages of those ids lie in, each once."""
+        return list(dict.fromkeys(map(self.block_of, page_ids)))
 
     def references(self, block: int) -> int:
         """References to ``block``."""
@@ -140,7 +140,7 @@ class Tier(BlockPool):
     Args:
         device: where the arena's tensors can be used. For ``pinned`` memory, which is host memory, that is the GPU that
             reads and writes it across the bus.
-        paged: whether blocks are divided into pages, so that names count granules; else they count blocks.
+        paged: whether blocks are divided into pages, so that page ids count granules; else they count blocks.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
@@ -176,7 +176,7 @@ class Tier(BlockPool):
         return self.num_blocks * self.bytes_per_block
 
     def views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """For each field, the view ``[num_layers, names, *shape]`` of pages with ``fields`` laid out in order."""
+        """For each field, the view ``[num_layers, page ids, *shape]`` of pages with ``fields`` laid out in order."""
         views: dict[str, Tensor] = {}
         offset, apart = 0, self.block_bytes // self.step
         for field in fields:

@@ -195,11 +195,11 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
     prefill = [f"{spec.prefill} prefill"] if spec.prefill else []
     if spec.prefill == "sparse":
         prefill = [f"sparse prefill to within {spec.prefill_error:.4g} of the attention"]
-    if not spec.seals:
+    if not spec.compresses:
         return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
-    said = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in KINDS}
+    described = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in KINDS}
     keys, index, values = (
-        f"{getattr(spec, axis)} {axis}{f' ({words})' if words else ''}" for axis, words in said.items()
+        f"{getattr(spec, axis)} {axis}{f' ({words})' if words else ''}" for axis, words in described.items()
     )
     words = [keys, index, f"{values} on the {spec.place}", f"chunks of {spec.chunk} tokens"]
     if spec.selects:

@@ -1,11 +1,11 @@
 """The interface of key, index and value parts.
 
 A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
-``SealedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
+``CompressedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
 per kv head, d head dim, c chunk, C = 64 / c chunks per page.
 
-On a GPU ``select`` and ``source`` run while a decode step is captured in a graph, and ``seal`` in one of its own: they
-may not wait for the device, and shapes may depend on those of their arguments alone. ``fit`` and ``observe`` may.
+On a GPU ``select`` and ``source`` run while a decode step is captured in a graph, and ``compress`` in one of its own:
+they may not wait for the device, and shapes may depend on those of their arguments alone. ``fit`` and ``observe`` may.
 Pages in a batch's tables past a row's ``num_pages`` are any existing ones, to be masked; so are chunks that are
 ``EXCLUDED``, by the index.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
@@ -30,11 +30,11 @@ from shadowkv.ops.codec import CodecId
 from shadowkv.settings import settings_of
 
 EXCLUDED = "excluded"
-"""The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
+"""The field of compressed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
 scored nor selected. It belongs to the cache: policies with outliers have it, and those whose index reads it."""
 
 
-SEALED_AT_ONCE = 512
+COMPRESSED_AT_ONCE = 512
 """Pages of one layer that are coded at a time, to bound the temporary memory."""
 
 OBSERVED = 64
@@ -47,7 +47,7 @@ queries kept of them counted too, and that many fitted states, of one sequence o
 
 
 @dataclass(frozen=True)
-class SealedTokens:
+class CompressedTokens:
     """Full pages of tokens about to be stored, of L layers at once.
 
     Attributes:
@@ -71,11 +71,11 @@ class SealedTokens:
     rope_keys: Tensor
     values: Tensor
 
-    def split(self, count: int) -> Iterator[SealedTokens]:
-        """Runs of at most ``count`` pages."""
+    def split(self, count: int) -> Iterator[CompressedTokens]:
+        """Portions of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
-            yield SealedTokens(
+            yield CompressedTokens(
                 self.layers,
                 self.states if len(self.states) == 1 else self.states[rows],
                 *(x[rows] for x in (self.first, self.pages, self.value_pages)),
@@ -130,7 +130,7 @@ class Part(ABC):
         ops: the ops that it calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
         diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller,
             the worse.
-        weights: names of what a checkpoint has to bring for it in every layer (``SealedStore.weights``).
+        weights: names of what a checkpoint has to bring for it in every layer (``CompressedStore.weights``).
     """
 
     axis: ClassVar[str]
@@ -178,10 +178,10 @@ class Part(ABC):
 
     @abstractmethod
     def page_fields(self) -> tuple[Field, ...]:
-        """Arrays of one sealed page in one layer."""
+        """Arrays of one compressed page in one layer."""
 
     def bytes_per_token(self) -> float:
-        """Bytes of one sealed token in one layer, all kv heads."""
+        """Bytes of one compressed token in one layer, all kv heads."""
         return sum(field.nbytes for field in self.page_fields()) / PAGE
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -197,15 +197,15 @@ class Part(ABC):
         arguments."""
         return 0
 
-    def sealing_bytes(self) -> int:
-        """Device bytes that ``seal`` takes at a time, beyond its arguments and copies as large as those."""
+    def compression_bytes(self) -> int:
+        """Device bytes that ``compress`` takes at a time, beyond its arguments and copies as large as those."""
         return 0
 
     def reading_bytes(self) -> int:
         """Device bytes that a decode step takes for each row of a batch to say where its tokens are (``source``)."""
         return 0
 
-    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns what it can from a prompt's last queries; before ``fit``, long before it where a prompt is kept dense.
 
         Args:
@@ -215,12 +215,12 @@ class Part(ABC):
         """
         return
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         """Learns states int64 [n] of segments of L layers from all their tokens, including those that stay exact."""
         return
 
     @abstractmethod
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         """Stores full pages."""
 
 
@@ -255,14 +255,14 @@ class KeyPart(Part):
         """Dimensions of its latents, all groups of heads together; 0 where keys are kept head by head."""
         return 0
 
-    def rebuilt_bytes(self, selected: int, sealed: int) -> float:
-        """Bytes that a step reads to rebuild the keys of ``selected`` tokens per kv head, of ``sealed`` ones, in one
-        layer, all kv heads."""
+    def rebuilt_bytes(self, selected: int, compressed: int) -> float:
+        """Bytes that a step reads to rebuild the keys of ``selected`` tokens per kv head, of ``compressed`` ones, in
+        one layer, all kv heads."""
         return selected * self.bytes_per_token()
 
     @abstractmethod
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> KeySource:
-        """Where the keys of the batch's sealed tokens are."""
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> KeySource:
+        """Where the keys of the batch's compressed tokens are."""
 
 
 class IndexPart(Part):
@@ -291,15 +291,15 @@ class IndexPart(Part):
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Bytes that a step reads to find ``chunks`` of ``tokens`` sealed tokens, in one layer, all kv heads."""
+        """Bytes that a step reads to find ``chunks`` of ``tokens`` compressed tokens, in one layer, all kv heads."""
         return tokens * self.bytes_per_token()
 
-    def exclude(self, store: SealedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
-        """Marks chunks of pages just sealed that may not be selected, bool [L, n, H, C]."""
+    def exclude(self, store: CompressedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+        """Marks chunks of pages just compressed that may not be selected, bool [L, n, H, C]."""
         return
 
     @abstractmethod
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, plus the sampled
         ones."""
 
@@ -310,15 +310,15 @@ class ScoredIndex(IndexPart):
     estimates_mass = True
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
 
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
         k = min(batch.max_budget, logits.shape[-1])
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass))
 
     @abstractmethod
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf where not
-        selectable; and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
+        selectable; and log-sum-exps of them over disjoint ranges of chunks, float32 [B, H, G, T]."""
 
 
 class RankedIndex(IndexPart):
@@ -326,7 +326,7 @@ class RankedIndex(IndexPart):
 
     ops = ("select_top_chunks",)
 
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
         # No log-sum-exp, which would lose the last digits of the ranks.
@@ -335,7 +335,7 @@ class RankedIndex(IndexPart):
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
 
     @abstractmethod
-    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         """Ranks float32 [B, H, P * C] of all chunks, including those that may not be selected, the largest first; none
         is above 0, as ``select_top_chunks`` takes them for logarithms of shares."""
 
@@ -352,5 +352,5 @@ class ValuePart(Part):
         return self.page_fields()[0]
 
     @abstractmethod
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows | CodedRows:
-        """Where the values of the batch's sealed tokens are."""
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> DenseRows | CodedRows:
+        """Where the values of the batch's compressed tokens are."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, CompressedTokens, ScoredIndex
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -22,15 +22,15 @@ class ChunkMean(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         store.write("landmarks", tokens.layers, tokens.pages, self.means(tokens).to(self.dtype))
 
-    def means(self, tokens: SealedTokens) -> Tensor:
+    def means(self, tokens: CompressedTokens) -> Tensor:
         """float32 [L, n, H, C, d]."""
         chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)
 
@@ -45,14 +45,14 @@ class ChunkMeanFP8(ChunkMean):
             Field("landmark_scale", (heads,), torch.float32),
         )
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         means = self.means(tokens)
         scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
         landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # anything beyond becomes NaN
         store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
         store.write("landmark_scale", tokens.layers, tokens.pages, scale)
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         scale = store.page["landmark_scale"][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)
@@ -64,11 +64,11 @@ class MinMax(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
         store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         bounds, excluded = store.page["bounds"][layer], store.page[EXCLUDED][layer]
         return store.ops.min_max_scores(q, bounds, excluded, batch.pages, batch.num_chunks)

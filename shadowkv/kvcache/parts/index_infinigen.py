@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import EXCLUDED, SEALED_AT_ONCE, FittedTokens, ScoredIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens, FittedTokens, ScoredIndex
 from shadowkv.kvcache.parts.index_plain import projected_scores
 from shadowkv.kvcache.policy.spec import PAGE
 
@@ -42,7 +42,7 @@ class Skewed(ScoredIndex):
             Field("skew_asked", (heads, dim), torch.float32),
         )
 
-    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
         # Queries that overflowed must not stop all sequences: the logits of their own show it soon enough.
@@ -55,11 +55,11 @@ class Skewed(ScoredIndex):
         """One head's keys in float32, along their directions, and their absolute values there."""
         return 3 * 4 * tokens * self.shape.head_dim
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Keys in float32, and along their directions."""
-        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):
             directions, asked = (
                 store.state[name][layers, :, head][:, states] for name in ("skew_directions", "skew_asked")
@@ -69,11 +69,11 @@ class Skewed(ScoredIndex):
             kept = directions.gather(3, columns.unsqueeze(2).expand(-1, -1, len(directions[0, 0]), -1))
             store.state["skew"][layers, :, head][:, states] = kept
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         skew = store.state["skew"][tokens.layers][:, tokens.states]
         skewed = (tokens.rope_keys.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

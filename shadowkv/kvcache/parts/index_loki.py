@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import EXCLUDED, SEALED_AT_ONCE, FittedTokens, ScoredIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens, FittedTokens, ScoredIndex
 from shadowkv.kvcache.parts.index_plain import projected_scores
 from shadowkv.kvcache.policy.spec import PAGE
 
@@ -40,11 +40,11 @@ class PCA(ScoredIndex):
         """One head's keys in float32, as they are and centred."""
         return 2 * 4 * tokens * self.shape.head_dim
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Keys in float32, centred and projected."""
-        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
@@ -54,13 +54,13 @@ class PCA(ScoredIndex):
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
         store.state["pca_mean"][layers][:, states] = mean
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
         # The mean shifts the scores of all tokens alike; without it, less is lost to rounding.
         centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

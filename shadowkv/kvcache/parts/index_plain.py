@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, RankedIndex, ScoredIndex, SealedTokens, Selection
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, CompressedTokens, IndexPart, RankedIndex, ScoredIndex, Selection
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -25,10 +25,10 @@ class AttendAll(IndexPart):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         return
 
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         raise NotImplementedError("without an index nothing is selected: all tokens are attended to")
 
 
@@ -36,10 +36,10 @@ class Recent(RankedIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         return
 
-    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         rows, pages = batch.pages.shape
         oldest = -float(pages * self.chunks)
         ranks = torch.arange(oldest, 0, dtype=torch.float32, device=batch.pages.device)
@@ -59,14 +59,16 @@ class Exact(ScoredIndex):
     def scored_bytes(self, tokens: int, chunks: int) -> float:
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         return
 
-    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         return chunk_scores(q, store.page["keys"][layer], store.page[EXCLUDED][layer], batch, q.shape[-1] ** -0.5)
 
 
-def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, scale: float) -> tuple[Tensor, Tensor]:
+def chunk_scores(
+    q: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     """log sum exp(scale q . k) over each chunk's tokens, in float32.
 
     Args:
@@ -88,7 +90,7 @@ def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, 
 
 
 def projected_scores(
-    q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch
+    q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch
 ) -> tuple[Tensor, Tensor]:
     """The same for keys that are kept in a basis of their sequence and kv head.
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, IndexPart, SealedTokens, Selection
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import EXCLUDED, CompressedTokens, FittedTokens, IndexPart, Selection
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -69,36 +69,46 @@ class Sketch(IndexPart):
         )
 
     def state_bytes_read(self) -> int:
-        """The map of queries: the other fields are for keys being sealed."""
+        """The map of queries: the other fields are for keys being compressed."""
         return self.state_fields()[-1].nbytes
 
-    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"), store.ops)
         for name, map_of_heads in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
             store.state[name][layers][:, states] = map_of_heads.to(torch.bfloat16)
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         store.state["sketch_mean"][layers][:, states] = tokens.rope_keys.mean(2, dtype=torch.float32)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         store.ops.sketch_keys(tokens.rope_keys, mean, maps, tokens.states, *fields, tokens.pages)
 
-    def exclude(self, store: SealedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+    def exclude(self, store: CompressedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]
         marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
         store.write("sketch_scale", layers, pages, scale.masked_fill(marked, EXCLUDED_SCALE))
 
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         number = store.layers[layer]  # layers sample apart
-        k, sealed = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
+        k, compressed = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
-        coarse = store.ops.sign_scores(queries, signs, scale, *sealed)
+        coarse = store.ops.sign_scores(queries, signs, scale, *compressed)
         return Selection(
             *store.ops.select_by_sketch(
-                queries, coarse, signs, rest, scale, *sealed, batch.budget, self.spec.chunk, k, batch.sampling, number
+                queries,
+                coarse,
+                signs,
+                rest,
+                scale,
+                *compressed,
+                batch.budget,
+                self.spec.chunk,
+                k,
+                batch.sampling,
+                number,
             )
         )
 
@@ -124,7 +134,7 @@ class SignSketch(Sketch):
         signs, _, scale = self.page_fields()
         return tokens * (signs.nbytes + scale.nbytes) / PAGE
 
-    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", EXCLUDED))
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)

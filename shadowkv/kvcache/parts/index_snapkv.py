@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import OBSERVED, SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, OBSERVED, CompressedTokens, FittedTokens, RankedIndex
 from shadowkv.kvcache.policy.spec import PAGE
 
 NEIGHBOURS = 7
@@ -39,7 +39,7 @@ class Votes(RankedIndex):
             Field("voted", (1,), torch.int64),  # tokens before the voters
         )
 
-    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         count = queries.shape[2]
         padded = queries.new_zeros(*queries.shape[:2], OBSERVED, *queries.shape[3:])
         padded[:, :, :count] = queries
@@ -52,12 +52,12 @@ class Votes(RankedIndex):
         """One head's keys in float32, and its voters' scores of them, as they are and masked, in one layer."""
         return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Keys in float32, and their scores by all voters, relative to the voters' sums and as shares."""
         of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
-        return SEALED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
+        return COMPRESSED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")
         queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
         number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
@@ -71,12 +71,12 @@ class Votes(RankedIndex):
                 sums[segment][head] = torch.where(number < voters[segment], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))
         scores = self._scores(voters, tokens.rope_keys.transpose(2, 3))  # [L, n, H, G * w, 64]
         store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
 
-    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         votes = store.page["votes"][layer][batch.pages].transpose(1, 2).flatten(2)
         position = torch.arange(votes.shape[-1], device=votes.device)
         voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])

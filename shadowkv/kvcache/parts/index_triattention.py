@@ -5,9 +5,9 @@ score of the mean query, averaged over future distances, and, as single queries 
 each frequency times the amount by which their mean length exceeds the length of their mean. The paper takes the mean
 from 32K tokens of text; here it is that of the prompt's last queries.
 
-The paper ranks all tokens anew every 128 steps. Here a token is ranked once, when it is sealed, for distances from
-where the sequence then ends: sealed pages never change. In a segment without queries, such as one of generated tokens,
-the newest tokens rank first.
+The paper ranks all tokens anew every 128 steps. Here a token is ranked once, when it is compressed, for distances from
+where the sequence then ends: compressed pages never change. In a segment without queries, such as one of generated
+tokens, the newest tokens rank first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import SEALED_AT_ONCE, FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, CompressedTokens, FittedTokens, RankedIndex
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -40,10 +40,10 @@ class Trig(RankedIndex):
         )
 
     def state_bytes_read(self) -> int:
-        """The number of queries: the other fields are for keys being sealed."""
+        """The number of queries: the other fields are for keys being compressed."""
         return self.state_fields()[2].nbytes
 
-    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         count, heads, rotary = queries.shape[2], self.shape.num_kv_heads, store.rotary
         store.state["trig_queries"][layers][:, states] = count
         if not count:
@@ -57,26 +57,26 @@ class Trig(RankedIndex):
         rest = self.shape.head_dim // 2 - spread.shape[-1]
         store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, rest))
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         last = tokens.first + tokens.rope_keys.shape[2] - 1
         store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Keys in float32, the terms of their scores, and the scores."""
-        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         names = ("trig_query", "trig_spread", "trig_tokens")
         query, spread, fitted = (store.state[name][tokens.layers][:, tokens.states] for name in names)
         start, last = fitted.unbind(-1)
-        # A generated token's page is sealed when ``local`` tokens follow it.
+        # A generated token's page is compressed when ``local`` tokens follow it.
         now = torch.maximum(last, tokens.first + PAGE + self.spec.local - 1) - start  # [L, n]
         asked = rope(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
         scores = expected_scores(asked, spread, tokens.rope_keys.transpose(2, 3).float(), store.rotary.config)
         limit = torch.finfo(torch.float16).max
         store.write("trig_ranks", tokens.layers, tokens.pages, scores.amax(3).clamp(-limit, limit).half())
 
-    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         ranks = store.page["trig_ranks"][layer][batch.pages].transpose(1, 2).flatten(2).float()
         position = torch.arange(ranks.shape[-1], device=ranks.device)
         ranks = ranks.masked_fill(position >= PAGE * batch.num_pages[:, None, None], -torch.inf)

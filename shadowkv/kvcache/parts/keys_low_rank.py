@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import STATES_AT_ONCE, FittedTokens, KeyPart, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, CompressedTokens, FittedTokens, KeyPart
 from shadowkv.kvcache.policy.shape import ModelShape, share
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
@@ -99,10 +99,10 @@ class LowRankKeys(KeyPart):
     def rank(self) -> int:
         return sum(rank for rank, _ in self.ranks)
 
-    def rebuilt_bytes(self, selected: int, sealed: int) -> float:
+    def rebuilt_bytes(self, selected: int, compressed: int) -> float:
         """Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can
         be shared, so never more than all of them."""
-        return min(selected * self.shape.num_kv_heads, sealed) * self.bytes_per_token()
+        return min(selected * self.shape.num_kv_heads, compressed) * self.bytes_per_token()
 
     @cached_property
     def codec(self) -> LatentCodec:
@@ -131,7 +131,7 @@ class LowRankKeys(KeyPart):
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = None if self.codec.largest is None else keys.mean(1, dtype=torch.float32).to(self.dtype)
         basis, variance, largest, total = self.subspaces(store, keys, mean)
@@ -149,7 +149,9 @@ class LowRankKeys(KeyPart):
             state = store.state[name][layers]
             state[:, states] = value.reshape(len(state), len(states), *state.shape[2:])
 
-    def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def subspaces(
+        self, store: CompressedStore, keys: Tensor, mean: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,
         and the strongest of all groups come first (``LatentCodec.of_groups``)."""
         groups = self.ranks
@@ -169,13 +171,13 @@ class LowRankKeys(KeyPart):
         variance, largest = torch.cat(numbers, dim=2)[:, :, order]
         return torch.cat(bases, dim=1)[:, order], variance, largest, torch.stack(totals).sum(0)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         names = ("basis", "latent_mean", "latent_step")
         state = (store.state[name][tokens.layers] if name in store.state else None for name in names)
         latents = store.page["latents"][tokens.layers]
         store.ops.project_latents(tokens.keys, self.codec, *state, tokens.states, latents, tokens.pages)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
         mean = store.state["key_mean"][layer] if "key_mean" in store.state else None
         return LatentKeys(latents, self.codec, basis, mean, batch.states, batch.pages, batch.first, store.rotary)

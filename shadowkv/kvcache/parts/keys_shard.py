@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys, kept_energy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
@@ -66,7 +66,7 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
 LARGEST = 127
 """The largest entry of a row of the basis, in its steps."""
 
-SEALED_AT_ONCE = 64
+COMPRESSED_AT_ONCE = 64
 """Pages of one layer that are projected at a time, each possibly on a basis of its own."""
 
 BYTES_OF_A_LATENT = 40
@@ -90,9 +90,9 @@ class MixedLowRankKeys(LowRankKeys):
             Field(KEPT_ENERGY, (1,), torch.float32),
         )
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Bases decoded in float32 and in the dtype of the product, keys in float32, and latents being packed."""
-        size, least = self.dtype.itemsize, max(SEALED_AT_ONCE, self.shape.num_layers)  # all layers of one page
+        size, least = self.dtype.itemsize, max(COMPRESSED_AT_ONCE, self.shape.num_layers)  # all layers of one page
         basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
@@ -101,7 +101,7 @@ class MixedLowRankKeys(LowRankKeys):
         it as it is stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = keys.mean(1, dtype=torch.float32).to(self.dtype)
         basis, variance, largest, total = self.subspaces(store, keys, mean)
@@ -121,11 +121,11 @@ class MixedLowRankKeys(LowRankKeys):
             state = store.state[name][layers]
             state[:, states] = value.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
-        for portion in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
-            self._seal(store, portion)
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
+        for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // len(tokens.keys))):
+            self._compress(store, portion)
 
-    def _seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def _compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, widths = (store.state[name][tokens.layers][:, tokens.states] for name in ("key_mean", "latent_bits"))
         basis = self._decoded(store, tokens.layers, tokens.states)
         step = basis.flatten(3).norm(dim=3)
@@ -135,13 +135,13 @@ class MixedLowRankKeys(LowRankKeys):
         latents = store.page["latents"][tokens.layers]
         store.ops.project_latents(tokens.keys, self.codec, basis, of_mean, step, here, latents, tokens.pages, widths)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> LatentKeys:
         names = ("basis", "key_mean", "latent_bits", "basis_step")
         basis, mean, widths, step = (store.state[name][layer] for name in names)
         of_batch = batch.states, batch.pages, batch.first, store.rotary
         return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
-    def _decoded(self, store: SealedStore, layers: slice, states: Tensor) -> Tensor:
+    def _decoded(self, store: CompressedStore, layers: slice, states: Tensor) -> Tensor:
         """Bases float32 [L, n, r, H, d]."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]

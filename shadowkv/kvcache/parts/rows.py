@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
-from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
+from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, Part, ValuePart
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rope_by
@@ -81,7 +81,7 @@ class CodedPart(Part):
     def fitting_bytes(self, tokens: int) -> int:
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
-    def sealing_bytes(self) -> int:
+    def compression_bytes(self) -> int:
         """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where no kernel makes them."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
@@ -103,14 +103,14 @@ class CodedPart(Part):
     def state_fields(self) -> tuple[Field, ...]:
         return self.learned_fields()
 
-    def fit_rows(self, store: SealedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
+    def fit_rows(self, store: CompressedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
         """Learns from rows [L, n, S, H, d]."""
         fitted = [self.codec.fit(one) for one in rows.flatten(0, 1)]
         for field, learned in zip(self.learned_fields(), zip(*fitted, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
-    def seal_rows(
-        self, store: SealedStore, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool
+    def compress_rows(
+        self, store: CompressedStore, tokens: CompressedTokens, rows: Tensor, pages: Tensor, across_bus: bool
     ) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
         codes, scale = self._stored(store, tokens.layers)
@@ -124,19 +124,19 @@ class CodedPart(Part):
         store.ops.quantise_rows(*coded, near, here, scale, tokens.pages)
         store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
 
-    def coded_rows(self, store: SealedStore, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
-        """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
+    def coded_rows(self, store: CompressedStore, layer: int, batch: CompressedBatch, pages: Tensor) -> CodedRows:
+        """Where the rows of the batch's compressed tokens are, their codes in ``pages``."""
         codes, scale = self._stored(store, layer)
         state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
-    def _stored(self, store: SealedStore, layers: slice | int) -> tuple[Tensor, Tensor]:
+    def _stored(self, store: CompressedStore, layers: slice | int) -> tuple[Tensor, Tensor]:
         """Codes and scales of all pages; the latter are empty where there are none."""
         codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
         return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
 
-    def _rotation(self, store: SealedStore) -> Tensor | None:
+    def _rotation(self, store: CompressedStore) -> Tensor | None:
         return store.rotation(self.axis, self.codec.rotation_matrix) if self.codec.rotated else None
 
 
@@ -180,7 +180,7 @@ class CodedKeys(CodedPart, KeyPart):
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         rope_keys = tokens.rope_keys
         if self.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
@@ -188,15 +188,15 @@ class CodedKeys(CodedPart, KeyPart):
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         if not self.centred:
-            self.seal_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
+            self.compress_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
             return
         for some in tokens.split(max(1, CENTRED_AT_ONCE // len(tokens.rope_keys))):
             centred = self._centred(store, some.layers, some.states, some.rope_keys, some.first)
-            self.seal_rows(store, some, centred, some.pages, False)
+            self.compress_rows(store, some, centred, some.pages, False)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> CodedRows:
         rows = self.coded_rows(store, layer, batch, batch.pages)
         if not self.centred:
             return rows
@@ -204,7 +204,9 @@ class CodedKeys(CodedPart, KeyPart):
         # The states of the rows are those of the mean, too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
-    def _centred(self, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:
+    def _centred(
+        self, store: CompressedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
+    ) -> Tensor:
         """RoPE-rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
         positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
@@ -215,15 +217,15 @@ class CodedKeys(CodedPart, KeyPart):
 class CodedValues(CodedPart, ValuePart):
     axis = "values"
 
-    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         self.fit_rows(store, layers, states, tokens.values)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         host = self.spec.place == "host"
         for portion in tokens.split(CROSSING_AT_ONCE if host else max(1, len(tokens.pages))):
-            self.seal_rows(store, portion, portion.values, portion.value_pages, host)
+            self.compress_rows(store, portion, portion.values, portion.value_pages, host)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> CodedRows:
         return self.coded_rows(store, layer, batch, batch.value_pages)
 
 
@@ -232,10 +234,10 @@ class DenseKeys(KeyPart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("keys", shape, self.dtype),)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         store.write_heads("keys", tokens.layers, tokens.pages, tokens.rope_keys)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> DenseRows:
         return DenseRows(store.page["keys"][layer], batch.pages)
 
 
@@ -245,8 +247,8 @@ class DenseValues(ValuePart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 
-    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
+    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         store.write_heads("values", tokens.layers, tokens.value_pages, tokens.values)
 
-    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
+    def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> DenseRows:
         return DenseRows(store.page["values"][layer], batch.value_pages)

@@ -53,10 +53,10 @@ class KVSpec:
             ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
             ``tq35``, ``tq25``, ``fp8``, of keys alone ``kvarn-4bit``, or of values alone ``kvarn-2bit`` and
             ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
-        place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
+        place: where compressed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
-        mass: share of the softmax over sealed tokens, as the index estimates it, at which a step stops selecting:
+        mass: share of the softmax over compressed tokens, as the index estimates it, at which a step stops selecting:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
         sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
@@ -141,7 +141,7 @@ class KVSpec:
             reasons.append(
                 f"skip_layers={self.skip_layers} at either end is not between 0 and half of the layers, {half}"
             )
-        if self.skip_layers and not self.seals:
+        if self.skip_layers and not self.compresses:
             reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
@@ -162,13 +162,13 @@ class KVSpec:
         return reasons
 
     @property
-    def seals(self) -> bool:
+    def compresses(self) -> bool:
         """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
     def selects(self) -> bool:
-        """Whether an index selects the sealed tokens that a step attends to, or it attends to all of them."""
+        """Whether an index selects the compressed tokens that a step attends to, or it attends to all of them."""
         return self.index != "none"
 
     @property
@@ -212,8 +212,8 @@ class KVSpec:
         """Exact pages that hold the outliers of a later segment."""
         return math.ceil(self.outliers * self.chunk / PAGE)
 
-    def sealed_pages(self, length: int) -> int:
-        """Pages of a compressed sequence of ``length`` tokens that are sealed."""
+    def compressed_pages(self, length: int) -> int:
+        """Pages of a compressed sequence of ``length`` tokens that are compressed."""
         return max(0, length - self.local) // PAGE
 
     def budget_chunks(self, context: np.ndarray) -> np.ndarray:
@@ -237,9 +237,9 @@ class KVSpec:
 
     def attended_tokens(self, context: int) -> int:
         """Tokens that a step attends to, at most, out of a context of ``context`` tokens, per kv head."""
-        if not self.seals or context <= self.dense_limit:
+        if not self.compresses or context <= self.dense_limit:
             return context
-        tail = context - PAGE * self.sealed_pages(context)
+        tail = context - PAGE * self.compressed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
 
     def describe_budget(self) -> str:

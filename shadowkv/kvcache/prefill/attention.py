@@ -14,13 +14,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, Run
+from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
 from shadowkv.kvcache.prefill.sparse import SparsePrefill
-from shadowkv.kvcache.sealing.storing import Storing
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, Store
+from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
 from shadowkv.ops.attend_selected.sources import DenseRows
 
 
@@ -31,7 +31,7 @@ class Prefill:
         sparse: attention over blocks of keys, where the policy's prefill is sparse.
     """
 
-    def __init__(self, store: Store, storing: Storing, sparse: SparsePrefill | None) -> None:
+    def __init__(self, store: GroupStore, storing: Storing, sparse: SparsePrefill | None) -> None:
         self.store, self.storing, self.ops, self.sparse = store, storing, store.ops, sparse
         self.layout = store.layout
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
@@ -50,14 +50,14 @@ class Prefill:
             packed: the same tokens, of another group or cache, whose scratch is used.
         """
         planner, layout, store = self.storing.planner, self.layout, self.store
-        runs = neighbours(layout.layers, bounds)
+        layer_ranges = neighbours(layout.layers, bounds)
         if packed is not None:
-            return packed.of([sequence for sequence, _ in sequences], planner, runs)
+            return packed.of([sequence for sequence, _ in sequences], planner, layer_ranges)
         new, start = [], 0
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, runs)
+        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, layer_ranges)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
@@ -80,9 +80,9 @@ class Prefill:
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
         parts = [
-            (rows, self._attend_runs(layer, q[rows], batch, runs, sinks))
-            for runs in batch.attending_together(block, self._shared)
-            for rows in (slice(runs[0].start - first, runs[-1].stop - first),)
+            (rows, self._attend_row_ranges(layer, q[rows], batch, row_ranges, sinks))
+            for row_ranges in batch.attending_together(block, self._shared)
+            for rows in (slice(row_ranges[0].start - first, row_ranges[-1].stop - first),)
         ]
         if len(parts) == 1 and len(parts[0][1]) == len(q):
             return lambda: parts[0][1]
@@ -112,7 +112,7 @@ class Prefill:
         for new in batch.new:
             plan = batch.plan_of(new)
             if plan.observed is not None:
-                new.sequence.observed = not plan.sealed
+                new.sequence.observed = not plan.compressed
             self.storing.commit(new.sequence, plan)
 
     # -- storing ---------------------------------------------------------------------------------------------------
@@ -138,19 +138,19 @@ class Prefill:
             self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
         for rows, exact in to_store.exact:
             self.store.write_tokens(layers, exact, batch.rope_keys[:count, rows], batch.values[:count, rows])
-        for rows, plan in to_store.sealed:
+        for rows, plan in to_store.compressed:
             keys, rope_keys, values = (x[:count, rows] for x in (batch.keys, batch.rope_keys, batch.values))
             self.storing.store_tokens(layers, [plan], [(keys, rope_keys, values)])
 
     # -- attending -------------------------------------------------------------------------------------------------
 
-    def _shared(self, batch: GroupPrefill, run: Run) -> tuple[object, ...] | None:
-        """What neighbouring runs must have in common to attend together to what they have cached: the same pages, all
-        of them attended to densely. None for a run that attends by itself."""
-        new = run.alone
-        if new is None or not new.cached or self._sparse(new, run.stop) is not None:
+    def _shared(self, batch: GroupPrefill, row_range: RowRange) -> tuple[object, ...] | None:
+        """What neighbouring row ranges must have in common to attend together to what they have cached: the same pages,
+        all of them attended to densely. None for a row range that attends by itself."""
+        new = row_range.alone
+        if new is None or not new.cached or self._sparse(new, row_range.stop) is not None:
             return None
-        return tuple(segment.names for segment in batch.plan_of(new).cached) or None
+        return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
@@ -161,53 +161,55 @@ class Prefill:
         attended, _ = self.ops.add_sinks(*part, sinks)
         return attended
 
-    def _attend_packed(self, layer: int, q: Tensor, batch: GroupPrefill, run: Run, sinks: Tensor | None) -> Tensor:
+    def _attend_packed(
+        self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, sinks: Tensor | None
+    ) -> Tensor:
         """Attention of new sequences, which are whole."""
-        rows = slice(run.start, run.stop)
+        rows = slice(row_range.start, row_range.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-        window, longest = self.layout.window, max(run.lengths)
+        window, longest = self.layout.window, max(row_range.lengths)
         if sinks is None and (window is None or longest <= window):
-            attended: Tensor = self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.lengths)
+            attended: Tensor = self.ops.ragged_attention(q, keys, values, row_range.cu_seqlens, row_range.lengths)
         else:
             attended = self.ops.causal_window_attention(
-                q, keys, values, window or longest, sinks, run.cu_seqlens, run.lengths
+                q, keys, values, window or longest, sinks, row_range.cu_seqlens, row_range.lengths
             )
         return attended
 
-    def _attend_runs(
-        self, layer: int, q: Tensor, batch: GroupPrefill, runs: tuple[Run, ...], sinks: Tensor | None
+    def _attend_row_ranges(
+        self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
-        if runs[0].alone is None:
-            return self._attend_packed(layer, q, batch, runs[0], sinks)
+        if row_ranges[0].alone is None:
+            return self._attend_packed(layer, q, batch, row_ranges[0], sinks)
         if self.layout.window is not None:
-            (run,) = runs
-            return self._attend_window(layer, q, batch, run, self.layout.window, sinks)
-        if len(runs) > 1:
-            return self._attend_cached(layer, q, batch, runs, sinks)
-        (run,) = runs
-        new = cast(NewTokens, run.alone)
-        sparse = self._sparse(new, run.stop)
+            (row_range,) = row_ranges
+            return self._attend_window(layer, q, batch, row_range, self.layout.window, sinks)
+        if len(row_ranges) > 1:
+            return self._attend_cached(layer, q, batch, row_ranges, sinks)
+        (row_range,) = row_ranges
+        new = cast(NewTokens, row_range.alone)
+        sparse = self._sparse(new, row_range.stop)
         if new.cached and sparse is None:
-            return self._attend_cached(layer, q, batch, runs, sinks)
+            return self._attend_cached(layer, q, batch, row_ranges, sinks)
         cached = batch.plan_of(new).cached if new.cached else ()
-        sealed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
-        k, v = self._behind_exact_tail(layer, batch, new, run.stop, sealed)
+        compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
+        k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
         if sparse is None:
             return self._attend_causally(q, k, v, sinks)
-        self._rebuild(layer, cached, k[:sealed], v[:sealed])
-        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - run.stop, sinks)
+        self._rebuild(layer, cached, k[:compressed], v[:compressed])
+        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
 
     def _attend_window(
-        self, layer: int, q: Tensor, batch: GroupPrefill, run: Run, window: int, sinks: Tensor | None
+        self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of a run of one sequence within the window."""
-        new = cast(NewTokens, run.alone)
-        before = run.start - new.start  # new tokens of the sequence that come before
+        """Attention of a row range of one sequence within the window."""
+        new = cast(NewTokens, row_range.alone)
+        before = row_range.start - new.start  # new tokens of the sequence that come before
         if before >= window or not new.cached:
-            rows = slice(max(new.start, run.start - window), run.stop)
+            rows = slice(max(new.start, row_range.start - window), row_range.stop)
             k, v = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
         else:
-            k, v = self._behind_exact_tail(layer, batch, new, run.stop)
+            k, v = self._behind_exact_tail(layer, batch, new, row_range.stop)
         seen = len(q) + window
         if len(k) <= window:
             return self._attend_causally(q, k, v, sinks)
@@ -215,15 +217,15 @@ class Prefill:
         return attended
 
     def _attend_cached(
-        self, layer: int, q: Tensor, batch: GroupPrefill, runs: tuple[Run, ...], sinks: Tensor | None
+        self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
-        """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
+        """Attention of row ranges whose sequences have the same segments cached: each to its own exact tokens, and all
         together to what is rebuilt for them once. The sinks join their own."""
-        cached = batch.plan_of(cast(NewTokens, runs[0].alone)).cached
+        cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
-        for run in runs:
-            k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, run.alone), run.stop)
-            queries = q[run.start - runs[0].start : run.stop - runs[0].start]
+        for row_range in row_ranges:
+            k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, row_range.alone), row_range.stop)
+            queries = q[row_range.start - row_ranges[0].start : row_range.stop - row_ranges[0].start]
             if not cached:
                 return self._attend_causally(queries, k, v, sinks)
             own.append(self.ops.block_attention(queries, k.transpose(0, 1), v.transpose(0, 1), causal=True))
@@ -259,7 +261,7 @@ class Prefill:
         return self.sparse if self.sparse is not None and self.sparse.pays(count, seen) else None
 
     def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
-        """Writes everything that segments have sealed to keys and values [n, H, d]."""
+        """Writes everything that segments have compressed to keys and values [n, H, d]."""
         start = 0
         for segment in cached:
             for keys, values in self.storing.rebuilt.spans(layer, segment):
@@ -269,10 +271,10 @@ class Prefill:
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
         """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d], behind ``room`` rows for others."""
-        names = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
-        whole_pages, count = names.shape[1] * PAGE, len(tail.pages)
+        page_ids = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
+        whole_pages, count = page_ids.shape[1] * PAGE, len(tail.pages)
         joined = new.new_empty(room + whole_pages + len(new), *new.shape[1:])
         exact = joined[room:]
-        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, exact[:whole_pages].transpose(0, 1), False)
+        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), page_ids), 0, exact[:whole_pages].transpose(0, 1), False)
         exact[count : count + len(new)] = new
         return joined[: room + count + len(new)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
+from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import ExactRows
 
@@ -58,12 +58,12 @@ class ToStore:
     Attributes:
         observed: what is learned first.
         exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
-        sealed: the others, each sequence's rows and their plan.
+        compressed: the others, each sequence's rows and their plan.
     """
 
     observed: list[LastQueries]
     exact: list[tuple[slice, ExactRows]]
-    sealed: list[tuple[slice, StoragePlan]]
+    compressed: list[tuple[slice, StoragePlan]]
 
 
 class GroupPrefill:
@@ -80,7 +80,7 @@ class GroupPrefill:
         keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
         queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
         last: int64 [Q], the rows of the batch that those belong to.
-        runs: layers that follow one another in the model: only those are stored together.
+        layer_ranges: layers that follow one another in the model: only those are stored together.
         storing: the layer during whose last attention new sequences are being stored, or were last.
     """
 
@@ -91,9 +91,9 @@ class GroupPrefill:
         device: torch.device,
         shape: ModelShape,
         dtype: torch.dtype,
-        runs: Sequence[range],
+        layer_ranges: Sequence[range],
     ) -> None:
-        self.new, self.runs, self._planner = new, runs, planner
+        self.new, self.layer_ranges, self._planner = new, layer_ranges, planner
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
@@ -116,13 +116,15 @@ class GroupPrefill:
         self.storing: int | None = None
         self._plans: dict[int, StoragePlan] = {}
         self._to_store: dict[bool, ToStore] = {}
-        self._together: dict[tuple[Run, ...], list[tuple[Run, ...]]] = {}
+        self._together: dict[tuple[RowRange, ...], list[tuple[RowRange, ...]]] = {}
 
-    def of(self, sequences: list[CachedSequence], planner: StoragePlanner, runs: Sequence[range]) -> GroupPrefill:
+    def of(
+        self, sequences: list[CachedSequence], planner: StoragePlanner, layer_ranges: Sequence[range]
+    ) -> GroupPrefill:
         """The same new tokens as those of other sequences, of another group of layers or empty ones of another cache;
         keys and values are shared."""
         other = copy(self)
-        other.runs, other.storing = runs, None
+        other.layer_ranges, other.storing = layer_ranges, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
         other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other
@@ -138,8 +140,8 @@ class GroupPrefill:
         """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
         if cached not in self._to_store:
             planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
-            sealed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.sealed]
-            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), sealed)
+            compressed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.compressed]
+            self._to_store[cached] = ToStore(self._observed(planned), list(_exact(planned)), compressed)
         return self._to_store[cached]
 
     def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
@@ -161,35 +163,35 @@ class GroupPrefill:
         return groups
 
     def attending_together(
-        self, block: PrefillBlock, shared: Callable[[GroupPrefill, Run], tuple[object, ...] | None]
-    ) -> list[tuple[Run, ...]]:
-        """Runs of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
-        if block.runs not in self._together:
-            groups: list[tuple[Run, ...]] = []
+        self, block: PrefillBlock, shared: Callable[[GroupPrefill, RowRange], tuple[object, ...] | None]
+    ) -> list[tuple[RowRange, ...]]:
+        """Row ranges of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
+        if block.row_ranges not in self._together:
+            groups: list[tuple[RowRange, ...]] = []
             last: tuple[object, ...] | None = None
-            for run in block.runs:
-                this = shared(self, run)
-                if this is not None and this == last and groups[-1][-1].stop == run.start:
-                    groups[-1] += (run,)
+            for row_range in block.row_ranges:
+                this = shared(self, row_range)
+                if this is not None and this == last and groups[-1][-1].stop == row_range.start:
+                    groups[-1] += (row_range,)
                 else:
-                    groups.append((run,))
+                    groups.append((row_range,))
                 last = this
-            self._together[block.runs] = groups
-        return self._together[block.runs]
+            self._together[block.row_ranges] = groups
+        return self._together[block.row_ranges]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
         index = self.scratch_index(layer)
-        if index + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
+        if index + 1 < self.layers_at_once and layer + 1 != self._layer_range(layer).stop:
             return None
         return slice(layer - index, layer + 1)
 
     def scratch_index(self, layer: int) -> int:
         """Which of the layers in scratch ``layer`` is."""
-        return (layer - self._run(layer).start) % self.layers_at_once
+        return (layer - self._layer_range(layer).start) % self.layers_at_once
 
-    def _run(self, layer: int) -> range:
-        return next(run for run in self.runs if layer in run)
+    def _layer_range(self, layer: int) -> range:
+        return next(layers for layers in self.layer_ranges if layer in layers)
 
     def _last_of(self, new: NewTokens) -> np.ndarray:
         """Rows of ``queries`` that belong to a sequence."""
@@ -203,9 +205,9 @@ class GroupPrefill:
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""
         kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
-        return PrefillBlock(self, start, stop, tuple(self._runs(start, stop)), kept, self.last[kept] - start)
+        return PrefillBlock(self, start, stop, tuple(self._row_ranges(start, stop)), kept, self.last[kept] - start)
 
-    def _runs(self, start: int, stop: int) -> Iterator[Run]:
+    def _row_ranges(self, start: int, stop: int) -> Iterator[RowRange]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
             new = numbered[1]
             return not new.cached and start <= new.start and new.stop <= stop
@@ -216,14 +218,14 @@ class GroupPrefill:
             if together and len(tokens) > 1:
                 starts = self.starts[numbers[0] : numbers[-1] + 2] - tokens[0].start
                 lengths = tuple(new.stop - new.start for new in tokens)
-                yield Run(tokens[0].start, tokens[-1].stop, None, starts, lengths)
+                yield RowRange(tokens[0].start, tokens[-1].stop, None, starts, lengths)
                 continue
             for new in tokens:
-                yield Run(max(start, new.start), min(stop, new.stop), new)
+                yield RowRange(max(start, new.start), min(stop, new.stop), new)
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RowRange:
     """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
 
     Attributes:
@@ -241,10 +243,10 @@ class Run:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """A run of a prefill's tokens: the prefill can be paused between blocks.
+    """Neighbouring tokens of a prefill. It can be paused between blocks.
 
     Attributes:
-        runs: those of its tokens whose attention is needed, by what attends together.
+        row_ranges: those of its tokens whose attention is needed, by what attends together.
         kept: rows of the batch's ``queries`` that belong to its tokens.
         last: int64, which of its tokens those are.
     """
@@ -252,7 +254,7 @@ class PrefillBlock:
     batch: GroupPrefill
     start: int
     stop: int
-    runs: tuple[Run, ...]
+    row_ranges: tuple[RowRange, ...]
     kept: slice
     last: Tensor
 
@@ -263,7 +265,7 @@ class PrefillBlock:
 
     def of_ends(self) -> PrefillBlock:
         """The same block, where attention is needed of the tokens of ``ends`` alone."""
-        return replace(self, runs=tuple(Run(stop - 1, stop, new) for new, stop in self.ends))
+        return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     @property
     def ends(self) -> list[tuple[NewTokens, int]]:
@@ -317,10 +319,10 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
 
     for new, plan in planned:
         first = new.stop - len(plan.exact.pages)  # a window does not keep those before
-        if together and (plan.sealed or first != stop):
+        if together and (plan.compressed or first != stop):
             yield joined()
             together = []
-        if not plan.sealed:
+        if not plan.compressed:
             start, stop = start if together else first, new.stop
             together.append(plan.exact)
     if together:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 MAX_PROMPTS = 15
 """Prompts in such a pass."""
@@ -114,7 +114,7 @@ def _starts(lengths: Tensor) -> Tensor:
 class ExactPrefill:
     """What a group of layers does with such prompts (``batch.PartHandler``)."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: GroupStore) -> None:
         self.store, self.ops, self.window = store, store.ops, store.layout.window
 
     @property

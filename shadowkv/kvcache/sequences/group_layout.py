@@ -42,7 +42,7 @@ class PageCount:
     dense: int = 0
     static: int = 0
     ring: int = 0
-    sealed: int = 0
+    compressed: int = 0
     host: int = 0
     segments: int = 0
 
@@ -63,7 +63,7 @@ MAX_ENTRIES = 32767
 """Most chunks that the buffer can number."""
 
 MIN_WASTE = 0.02
-"""Share of a block that may be lost where sealed pages do not fill it, and half the share for exact pages: long
+"""Share of a block that may be lost where compressed pages do not fill it, and half the share for exact pages: long
 sequences are what fills a device."""
 
 SPARE_SEGMENTS = 16
@@ -75,13 +75,13 @@ WINDOW_SLACK = 2
 newest tokens can be taken back, or left out by a fork."""
 
 
-def pack(exact: int, sealed: int) -> tuple[int, int, int]:
+def pack(exact: int, compressed: int) -> tuple[int, int, int]:
     """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever kind it holds."""
-    best, least = (1, 1, max(exact, sealed)), 1.0
+    best, least = (1, 1, max(exact, compressed)), 1.0
     for count in range(1, 9):
-        other = max(1, round(count * exact / sealed))
-        size = max(count * exact, other * sealed)
-        waste = 1 - min((size + count * exact) / 2, other * sealed) / size
+        other = max(1, round(count * exact / compressed))
+        size = max(count * exact, other * compressed)
+        waste = 1 - min((size + count * exact) / 2, other * compressed) / size
         if waste < least:
             best, least = (count, other, size), waste
         if least <= MIN_WASTE:
@@ -117,8 +117,8 @@ class GroupLayout:
         window: newest tokens that a step attends to, where it is not all: exact ones in a ring of pages.
         rope: the group's RoPE where it is not the model's.
         parts: the policy's parts.
-        exact_fields, sealed_fields: fields of pages in the device tier.
-        excluded_fields: among the sealed ones, ``EXCLUDED`` where the policy has it.
+        exact_fields, compressed_fields: fields of pages in the device tier.
+        excluded_fields: among the compressed ones, ``EXCLUDED`` where the policy has it.
         host_fields: fields of pages in the host tier.
         state_fields: fields of a fitted state.
         buffer_fields: fields of a segment's buffer of fetched values.
@@ -148,22 +148,24 @@ class GroupLayout:
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
         values = parts.values.page_fields()
         self.excluded_fields: tuple[Field, ...] = ()
-        self.sealed_fields: tuple[Field, ...] = ()
+        self.compressed_fields: tuple[Field, ...] = ()
         self.host_fields: tuple[Field, ...] = ()
         self.state_fields: tuple[Field, ...] = ()
-        if spec.seals:
+        if spec.compresses:
             self.host_fields = (parts.values.placed_field,) if spec.place == "host" else ()
             if spec.outliers or parts.index.reads_excluded:
                 self.excluded_fields = (Field(EXCLUDED, (shape.num_kv_heads, PAGE // spec.chunk), torch.bool),)
             on_values = (x for x in values if x not in self.host_fields)
-            self.sealed_fields = (*on_device, *self.excluded_fields, *on_values)
+            self.compressed_fields = (*on_device, *self.excluded_fields, *on_values)
             self.state_fields = tuple(field for part in parts for field in part.state_fields())
         self.growth = Growth(spec, bool(self.state_fields))
         self.buffer_fields = self._buffer_fields()
-        self.exact_bytes, self.sealed_bytes = page_bytes(self.exact_fields), page_bytes(self.sealed_fields)
-        self.exact_per_block, self.sealed_per_block, self.block_bytes = 1, 0, self.exact_bytes
-        if spec.seals:
-            self.exact_per_block, self.sealed_per_block, self.block_bytes = pack(self.exact_bytes, self.sealed_bytes)
+        self.exact_bytes, self.compressed_bytes = page_bytes(self.exact_fields), page_bytes(self.compressed_fields)
+        self.exact_per_block, self.compressed_per_block, self.block_bytes = 1, 0, self.exact_bytes
+        if spec.compresses:
+            self.exact_per_block, self.compressed_per_block, self.block_bytes = pack(
+                self.exact_bytes, self.compressed_bytes
+            )
         self.tiers = (
             TierLayout("device", self.block_bytes),
             TierLayout("host", page_bytes(self.host_fields), pinned=True),
@@ -192,7 +194,7 @@ class GroupLayout:
 
     def fixed_blocks(self, sequences: int) -> Blocks:
         """What that many sequences of any length have: their numbers, and slots and states of segments."""
-        if not self.spec.seals:
+        if not self.spec.compresses:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
@@ -210,12 +212,13 @@ class GroupLayout:
         A sequence that starts dense and may outgrow ``late_limit`` holds both kinds: it is compressed on the way.
 
         Args:
-            at: how far it is sealed already; its segments and their static pages are not counted. None is a new one.
+            at: how far it is compressed already; its segments and their static pages are not counted. None is a new
+                one.
         """
         spec, at = self.spec, at or SegmentState()
         if self.window is not None:
             return PageCount(dense=min(math.ceil(capacity / PAGE), math.ceil(self.window / PAGE) + WINDOW_SLACK))
-        if not spec.seals:
+        if not spec.compresses:
             return PageCount(dense=math.ceil(capacity / PAGE))
         dense = 0
         if not at.segments:
@@ -229,8 +232,8 @@ class GroupLayout:
             later = to_come.segments - (not at.segments)
             static = later * spec.outlier_pages + (spec.static_pages if not at.segments else 0)
         ring = max(spec.ring_pages, math.ceil(to_come.tail / PAGE))
-        sealed = spec.sealed_pages(capacity)
-        return PageCount(dense, static, ring, sealed, sealed if self.host_fields else 0, to_come.segments)
+        compressed = spec.compressed_pages(capacity)
+        return PageCount(dense, static, ring, compressed, compressed if self.host_fields else 0, to_come.segments)
 
     def most_pages(self, capacity: int) -> PageCount:
         """The most of each kind that a sequence of up to ``capacity`` tokens may have, whether its prompt is compressed
@@ -243,9 +246,9 @@ class GroupLayout:
         exact = math.ceil(pages.dense / self.exact_per_block) + math.ceil(
             (pages.static + pages.ring) / self.exact_per_block
         )
-        sealed = math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0
+        compressed = math.ceil(pages.compressed / self.compressed_per_block) if pages.compressed else 0
         return Blocks(
-            device=exact + sealed,
+            device=exact + compressed,
             host=pages.host,
             segment_slots=pages.segments,
             states=pages.segments if self.growth.learns else 0,
@@ -263,8 +266,8 @@ class GroupLayout:
     def snapshot_layer_bytes(self, capacity: int) -> int:
         """Bytes of a layer of a snapshot of ``capacity`` tokens, at most."""
         pages = self.most_pages(capacity)
-        sealed = pages.sealed * self.sealed_bytes + pages.host * page_bytes(self.host_fields)
-        most = max(pages.dense * self.exact_bytes, sealed + (pages.static + pages.ring) * self.exact_bytes)
+        compressed = pages.compressed * self.compressed_bytes + pages.host * page_bytes(self.host_fields)
+        most = max(pages.dense * self.exact_bytes, compressed + (pages.static + pages.ring) * self.exact_bytes)
         return most + max(1, pages.segments) * page_bytes(self.state_fields)
 
     def _buffer_fields(self) -> tuple[Field, ...]:
@@ -274,7 +277,7 @@ class GroupLayout:
             return ()
         (values,) = self.host_fields
         row = values.shape[2:]
-        chunks = spec.sealed_pages(self.max_model_len) * values.shape[1]
+        chunks = spec.compressed_pages(self.max_model_len) * values.shape[1]
         # Captured steps select for up to a page more than the longest sequence has.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
         entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)

@@ -23,7 +23,7 @@ class Layout:
     and stored.
 
     Numbers of blocks are named by what they are of: ``device``, ``host``, ``states``, ``segment_slots`` and
-    ``sequences``; those of further groups also by the group: ``exact device``.
+    ``sequences``; those of other groups also by the group: ``exact device``.
 
     Args:
         spec: the policy; resolved here for ``shape``, which raises ValueError where it cannot be used.
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def selecting(self) -> list[int]:
-        """The layers in which a step attends to a part of what is sealed."""
+        """The layers in which a step attends to a part of what is compressed."""
         return sorted(layer for group in self.groups if group.spec.selects for layer in group.layers)
 
     @property

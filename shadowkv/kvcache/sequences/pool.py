@@ -1,13 +1,14 @@
 """Sequence lifetimes in a group of layers: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
-runs out of memory halfway. It may share what is sealed with other sequences.
+runs out of memory halfway. It may share what is compressed with other sequences.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from shadowkv.kvcache.memory.arenas import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.memory.streams import Numbers
@@ -15,7 +16,7 @@ from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SegmentState
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import PageCount
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Segment, Tables
-from shadowkv.kvcache.sequences.store import Store, exact_rows
+from shadowkv.kvcache.sequences.store import GroupStore, exact_rows
 
 
 class SequencePool:
@@ -31,7 +32,7 @@ class SequencePool:
         pools: pools of blocks, by name: the tiers, ``segment_slots`` and ``sequences``.
     """
 
-    def __init__(self, store: Store, slots: int, max_model_len: int) -> None:
+    def __init__(self, store: GroupStore, slots: int, max_model_len: int) -> None:
         self.store, self.layout, self.max_model_len = store, store.layout, max_model_len
         fixed, longest = self.layout.fixed_blocks(slots), self.layout.most_pages(max_model_len)
         self.pools: dict[str, BlockPool] = {
@@ -42,7 +43,9 @@ class SequencePool:
         spec, later = self.layout.spec, MAX_SEGMENTS - 1 if self.layout.growth.learns else 0
         exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
         spare_state = store.tiers["states"].spare
-        self.tables = Tables(slots, fixed["segment_slots"], exact, max(1, longest.sealed), spare_state, store.compute)
+        self.tables = Tables(
+            slots, fixed["segment_slots"], exact, max(1, longest.compressed), spare_state, store.compute
+        )
         self.tables.exact[self.tables.padding_slot, 0] = store.tiers["device"].spare
         self.tables.pages[self.tables.padding_segment_slot, 0] = store.tiers["device"].spare
         values = store.tiers["host" if self.layout.host_fields else "device"]
@@ -95,9 +98,9 @@ class SequencePool:
         if not sequence.path:
             point = min(length, sequence.length) // PAGE * PAGE
             return point if not sequence.oldest or point >= sequence.oldest + (sequence.window or 0) else 0
-        point = min(length, sequence.sealed) // PAGE * PAGE
+        point = min(length, sequence.compressed) // PAGE * PAGE
         if self.layout.spec.outliers:
-            ends = (min(point, segment.sealed) for segment in sequence.path if segment.fitted <= point)
+            ends = (min(point, segment.compressed) for segment in sequence.path if segment.fitted <= point)
             return max(ends, default=0)
         return point
 
@@ -115,9 +118,9 @@ class SequencePool:
         new, need = self._pages_of(outline, start, capacity), self.demand(outline, start, capacity)
         exact = new.ring + sum(-(-span.static_tokens // PAGE) for span in outline.spans)
         widths = self.tables.exact.shape[1], self.tables.pages.shape[1]
-        if exact > widths[0] or outline.sealed > PAGE * widths[1]:
+        if exact > widths[0] or outline.compressed > PAGE * widths[1]:
             raise ValueError(
-                f"{outline.sealed} sealed tokens and {exact} pages of exact ones are more than the "
+                f"{outline.compressed} compressed tokens and {exact} pages of exact ones are more than the "
                 f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
             )
         if not need.within(self.free):
@@ -131,10 +134,10 @@ class SequencePool:
             sequence.begin = sequence.window_start(outline.length)
         for number, span in enumerate(outline.spans):
             if number == len(sequence.path):
-                self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
+                self._begin(sequence, span.first, span.end, span.valid_until, span.static_tokens)
             segment = sequence.path[number]
-            segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
-            self._name_sealed(sequence, span.num_pages - len(segment.pages))
+            segment.end, segment.valid_until, segment.fitted = span.end, span.valid_until, span.fitted
+            self._use_reserve(sequence, span.num_pages - len(segment.pages))
         self.tables.length[slot] = outline.length
         self._write(sequence)
         return sequence
@@ -151,7 +154,7 @@ class SequencePool:
         """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
-        if sequence.path and max(sequence.readings, default=0) > sequence.sealed:
+        if sequence.path and max(sequence.readings, default=0) > sequence.compressed:
             raise ValueError("the sequence cannot be extended while its exact tail is read")
         self._take(sequence, self._lacking(sequence, start, capacity))
         sequence.capacity = capacity
@@ -164,39 +167,40 @@ class SequencePool:
             sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
-        """Appends a segment after what is sealed, with a state to be fitted on tokens up to ``end``.
+        """Appends a segment after what is compressed, with a state to be fitted on tokens up to ``end``.
 
         All that it takes is held from the start, whatever else is held: a sequence's answer depends on itself alone.
         """
-        spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
+        spec, first, number = self.layout.spec, sequence.compressed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
-        self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
+        self._begin(sequence, first, end, self.layout.growth.valid_until(number, first, end), tokens)
 
-    def _begin(self, sequence: CachedSequence, first: int, end: int, reach: int, static_tokens: int) -> None:
+    def _begin(self, sequence: CachedSequence, first: int, end: int, valid_until: int, static_tokens: int) -> None:
         static = -(-static_tokens // PAGE)
         segment = Segment(
             slot=sequence.slot_reserve.pop(0),
             state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
             first=first,
             end=end,
-            reach=reach,
+            valid_until=valid_until,
             static=sequence.static_reserve[:static],
             static_tokens=static_tokens,
         )
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
         if self.store.buffer is not None:
-            self.store.buffer.reset(segment.slot)  # once: its sealed chunks never change
+            self.store.buffer.reset(segment.slot)  # once: its compressed chunks never change
 
-    def seal(self, sequence: CachedSequence, sealed: int) -> None:
-        """Records that tokens up to position ``sealed`` are in the last segment's pages, the first of the reserve."""
+    def compress(self, sequence: CachedSequence, compressed: int) -> None:
+        """Records that tokens up to position ``compressed`` are in the last segment's pages, the first of the
+        reserve."""
         last = sequence.path[-1]
         new = not last.pages
-        self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
+        self._use_reserve(sequence, (compressed - last.compressed) // PAGE)
         if not new:
-            self.tables.sealed[sequence.slot] = self.tables.end[last.slot] = sealed
+            self.tables.compressed[sequence.slot] = self.tables.end[last.slot] = compressed
             return
-        last.fitted = sealed
+        last.fitted = compressed
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
         sequence.dense = []
         self._write(sequence)
@@ -206,7 +210,7 @@ class SequencePool:
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
-                "sealed or shared, or let its windows be whole"
+                "compressed or shared, or let its windows be whole"
             )
         sequence.begin = 0 if sequence.window is None else sequence.oldest
         self.tables.length[sequence.slot] = length
@@ -220,8 +224,8 @@ class SequencePool:
         exact = sequence.static_reserve
         if not sequence.path:
             exact, sequence.ring = exact + sequence.ring, []
-        more, sequence.sealed_reserve, sequence.static_reserve = self._drop(
-            sequence, spare, sequence.sealed_reserve, exact
+        more, sequence.compressed_reserve, sequence.static_reserve = self._drop(
+            sequence, spare, sequence.compressed_reserve, exact
         )
         sequence.dense += more
         for kind, reserve in (
@@ -245,16 +249,16 @@ class SequencePool:
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
         """Blocks that would be free if ``sequences`` were released: those that only they hold."""
-        names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
+        blocks: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
         for sequence in sequences:
-            names["sequences"].update([sequence.slot])
-            names["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
+            blocks["sequences"].update([sequence.slot])
+            blocks["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
             for kind, held in self._counted(sequence):
-                names[kind].update(held)
+                blocks[kind].update(held)
         return Blocks(
             {
-                kind: sum(count == self.pools[kind].references(name) for name, count in counts.items())
-                for kind, counts in names.items()
+                kind: sum(count == self.pools[kind].references(block) for block, count in counts.items())
+                for kind, counts in blocks.items()
             }
         )
 
@@ -264,16 +268,16 @@ class SequencePool:
         return [
             ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
             ("states", sequence.state_reserve + [segment.state for segment in path if segment.state is not None]),
-            ("host", sequence.host_reserve + [name for one in path if host for name in one.value_pages]),
+            ("host", sequence.host_reserve + [page_id for one in path if host for page_id in one.value_pages]),
         ]
 
     def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
         """Gives back the blocks that hold only pages of ``reserves``; returns what is left of the reserves."""
         device = self.pools["device"]
         kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
-        dropped = [block for block in device.blocks_of(name for part in reserves for name in part) if block not in kept]
+        dropped = [block for block in device.blocks_of(chain.from_iterable(reserves)) if block not in kept]
         device.release(dropped)
-        return [[name for name in part if device.block_of(name) in kept] for part in reserves]
+        return [[page_id for page_id in part if device.block_of(page_id) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
@@ -292,12 +296,12 @@ class SequencePool:
             for slot in slots:
                 self.store.buffer.reset(slot)
 
-    def _name_sealed(self, sequence: CachedSequence, count: int) -> None:
+    def _use_reserve(self, sequence: CachedSequence, count: int) -> None:
         """Moves the first pages of the reserve to the last segment."""
         last = sequence.path[-1]
-        last.pages += sequence.sealed_reserve[:count]
-        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
-        del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
+        last.pages += sequence.compressed_reserve[:count]
+        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.compressed_reserve)[:count]
+        del sequence.compressed_reserve[:count], sequence.host_reserve[:count]
 
     def _take(self, sequence: CachedSequence, new: PageCount) -> None:
         """Adds what ``new`` counts to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
@@ -305,40 +309,40 @@ class SequencePool:
         if not count.within(self.free):
             raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
         device, per_block = self.pools["device"], self.layout.exact_per_block
-        sequence.dense += self.store.exact_names(device.allocate(-(-new.dense // per_block)))
-        exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
+        sequence.dense += self.store.exact_page_ids(device.allocate(-(-new.dense // per_block)))
+        exact = self.store.exact_page_ids(device.allocate(-(-(new.static + new.ring) // per_block)))
         self._widen_ring(sequence, exact[: new.ring])
         sequence.static_reserve += exact[new.ring :]
-        sealed = -(-new.sealed // self.layout.sealed_per_block) if new.sealed else 0
-        sequence.sealed_reserve += self.store.sealed_names(device.allocate(sealed))
+        compressed = -(-new.compressed // self.layout.compressed_per_block) if new.compressed else 0
+        sequence.compressed_reserve += self.store.compressed_page_ids(device.allocate(compressed))
         sequence.host_reserve += self.pools["host"].allocate(count["host"])
         sequence.slot_reserve += self.pools["segment_slots"].allocate(count["segment_slots"])
         sequence.state_reserve += self.pools["states"].allocate(count["states"])
 
     def _lacking(self, sequence: CachedSequence, start: int, capacity: int) -> PageCount:
-        at = sequence.standing
+        at = sequence.segment_state
         return self.layout.pages(self._prompted(at, sequence.length, start), capacity, at).lacking(sequence.owned)
 
     def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
         """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
         if self.layout.window is not None:
             return self.layout.pages(start, capacity)
-        sealed, shared, spans = outline.sealed // PAGE, outline.shared // PAGE, outline.spans
+        compressed, shared, spans = outline.compressed // PAGE, outline.shared // PAGE, outline.spans
         own = [span for span in spans if span.first >= outline.shared]
         has = PageCount(
             dense=0 if spans else -(-outline.length // PAGE),
-            ring=-(-(outline.length - outline.sealed + 1) // PAGE) if spans else 0,  # and the next token
-            sealed=sealed,
-            host=sealed if self.layout.host_fields else 0,
+            ring=-(-(outline.length - outline.compressed + 1) // PAGE) if spans else 0,  # and the next token
+            compressed=compressed,
+            host=compressed if self.layout.host_fields else 0,
         )
-        at = outline.standing
+        at = outline.segment_state
         lacking = self.layout.pages(self._prompted(at, outline.length, start), capacity, at).lacking(has)
         return lacking + PageCount(
             dense=0 if spans else has.dense - shared,
             static=sum(-(-span.static_tokens // PAGE) for span in own),
             ring=has.ring,
-            sealed=sealed - shared if spans else 0,
-            host=sealed - shared if has.host else 0,
+            compressed=compressed - shared if spans else 0,
+            host=compressed - shared if has.host else 0,
             segments=len(own),
         )
 
@@ -351,11 +355,11 @@ class SequencePool:
         """Adds pages to the ring; the tail's pages move to their places in the wider ring."""
         old = sequence.ring
         ring: list[int | None] = [None] * (len(old) + len(more))
-        for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
+        for number in range(sequence.compressed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
             ring[number % len(ring)] = old[number % len(old)]
         placed = set(ring)
-        free = iter([name for name in (*old, *more) if name not in placed])
-        sequence.ring = [next(free) if name is None else name for name in ring]
+        free = iter([page_id for page_id in (*old, *more) if page_id not in placed])
+        sequence.ring = [next(free) if page_id is None else page_id for page_id in ring]
 
     def _write(self, sequence: CachedSequence) -> None:
         self.tables.write(sequence)

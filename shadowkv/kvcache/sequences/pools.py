@@ -111,8 +111,8 @@ class SequencePools:
             for pool, sequence in zip(self.pools, in_groups):
                 pool.release(sequence)
             raise
-        first, *further = in_groups
-        first.further = tuple(further)
+        first, *other_groups = in_groups
+        first.other_groups = tuple(other_groups)
         if parent is not None and any(outline.copied for outline in outlines):
             self.await_layers(parent)
             for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):

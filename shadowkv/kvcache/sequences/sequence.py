@@ -1,10 +1,10 @@
 """A cached sequence in a group of layers: a path of segments and an exact tail; what a new one begins with; the tables
 that kernels read.
 
-Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
-and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
-segments: runs that one fitted state serves. Pages of a segment never change once they are sealed, and neither does its
-state, so that any number of sequences can name them; each holds a reference to their blocks
+Tokens of a dense sequence are all exact. A compressed one has compressed pages [0, compressed), the exact copies of its
+sink and outliers (per kv head) and an exact tail [compressed, length) in a ring of pages. Its compressed pages are cut
+into segments, each with one fitted state. Pages of a segment never change once they are compressed, and neither
+does its state, so that any number of sequences can refer to them; each holds a reference to their blocks
 (``memory.arenas.BlockPool``).
 """
 
@@ -42,17 +42,17 @@ class PendingLayers(Protocol):
 
 @dataclass(eq=False)
 class Segment:
-    """Sealed pages that follow one another, and the state that they are stored with.
+    """Compressed pages that follow one another, and the state that they are stored with.
 
     Attributes:
         slot: its slot in the page tables, which no other sequence uses.
-        state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
+        state: id of the fitted state, which other sequences may use too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
-        reach: position up to which pages of prompts may be sealed on the state.
-        fitted: position after the pages that were sealed when it was fitted: all its outliers are among them.
-        pages, value_pages: names of its sealed pages and of those that hold their values.
-        static: names of exact pages with its sink and outliers.
+        valid_until: position up to which pages of prompts may be compressed on the state.
+        fitted: position after the pages that were compressed when it was fitted: all its outliers are among them.
+        pages, value_pages: ids of its compressed pages and of those that hold their values.
+        static: ids of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
     """
 
@@ -60,7 +60,7 @@ class Segment:
     state: int | None
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int = 0
     pages: list[int] = field(default_factory=list)
     value_pages: list[int] = field(default_factory=list)
@@ -68,19 +68,19 @@ class Segment:
     static_tokens: int = 0
 
     @property
-    def sealed(self) -> int:
-        """Position after its last sealed token."""
+    def compressed(self) -> int:
+        """Position after its last compressed token."""
         return self.first + PAGE * len(self.pages)
 
     def prefix(self, slot: int, stop: int) -> Segment:
         """Its pages up to position ``stop``, for a sequence that continues differently there."""
         count = min(len(self.pages), (stop - self.first) // PAGE)
-        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        end, valid_until, fitted = cut_short(self.end, self.valid_until, self.fitted, stop)
         return replace(
             self,
             slot=slot,
             end=end,
-            reach=reach,
+            valid_until=valid_until,
             fitted=fitted,
             pages=self.pages[:count],
             value_pages=self.value_pages[:count],
@@ -95,7 +95,7 @@ class CachedSequence:
     A sequence of a cache is that in its first group, which has those in the others with it: they have the same tokens.
 
     Attributes:
-        further: the same sequence in further groups of the cache, where this is the first.
+        other_groups: the same sequence in the other groups of the cache, where this is the first.
         window: newest tokens that are attended to, where it is not all.
         begin: with a window, the position before which it has never had a token, or has lost it since.
         tables: the tables of all sequences.
@@ -105,12 +105,12 @@ class CachedSequence:
         shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
         readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
         pending_layers: for a restored one, what is still on its way, of all groups; None where everything is there, and
-            in further groups.
+            in other groups.
         path: its segments, in order.
-        dense: names of the exact pages of a dense sequence's tokens; with a window, as a ring.
-        ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
-        sealed_reserve, host_reserve: names of pages to be sealed.
-        static_reserve: names of exact pages for sinks and outliers of segments to come.
+        dense: ids of the exact pages of a dense sequence's tokens; with a window, as a ring.
+        ring: ids of the exact pages that hold a compressed sequence's tail, as a ring.
+        compressed_reserve, host_reserve: ids of pages to be compressed.
+        static_reserve: ids of exact pages for sinks and outliers of segments to come.
         slot_reserve, state_reserve: slots and states of segments to come.
     """
 
@@ -124,18 +124,18 @@ class CachedSequence:
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
-    sealed_reserve: list[int] = field(default_factory=list)
+    compressed_reserve: list[int] = field(default_factory=list)
     host_reserve: list[int] = field(default_factory=list)
     static_reserve: list[int] = field(default_factory=list)
     slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
-    further: tuple[CachedSequence, ...] = ()
+    other_groups: tuple[CachedSequence, ...] = ()
     window: int | None = None
     begin: int = 0
 
     def of_group(self, number: int) -> CachedSequence:
         """The same sequence in a group of the cache."""
-        return self.further[number - 1] if number else self
+        return self.other_groups[number - 1] if number else self
 
     @property
     def length(self) -> int:
@@ -151,20 +151,20 @@ class CachedSequence:
     @seed.setter
     def seed(self, seed: int) -> None:
         self.tables.seed[self.slot] = seed & (1 << 64) - 1
-        for sequence in self.further:
+        for sequence in self.other_groups:
             sequence.seed = seed
 
     @property
-    def sealed(self) -> int:
-        """Tokens that are sealed."""
-        return self.path[-1].sealed if self.path else 0
+    def compressed(self) -> int:
+        """Tokens that are compressed."""
+        return self.path[-1].compressed if self.path else 0
 
     @property
     def fixed(self) -> int:
-        """Tokens that may not change: the sealed ones, those that others may read in the same pages, and those without
-        which a window would not be whole."""
+        """Tokens that may not change: the compressed ones, those that others may read in the same pages, and those
+        without which a window would not be whole."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
-        return max(self.sealed, self.shared, *self.readings, whole, *(sequence.fixed for sequence in self.further))
+        return max(self.compressed, self.shared, *self.readings, whole, *(one.fixed for one in self.other_groups))
 
     @property
     def oldest(self) -> int:
@@ -176,30 +176,30 @@ class CachedSequence:
         return 0 if self.window is None else max(0, length - self.window)
 
     @property
-    def standing(self) -> SegmentState:
-        """How far it is sealed, as the rules of growth see it."""
+    def segment_state(self) -> SegmentState:
+        """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.path)
 
     @property
     def pages(self) -> list[int]:
-        """Names of its sealed pages, in order."""
-        return [name for segment in self.path for name in segment.pages]
+        """Ids of its compressed pages, in order."""
+        return [page_id for segment in self.path for page_id in segment.pages]
 
     @property
     def static(self) -> list[int]:
         """Names of the exact pages with sinks and outliers, in order."""
-        return [name for segment in self.path for name in segment.static]
+        return [page_id for segment in self.path for page_id in segment.static]
 
     @property
     def owned(self) -> PageCount:
         """What it has of each kind; for static pages and segments, those to come."""
-        sealed = sum(len(segment.pages) for segment in self.path)
+        compressed = sum(len(segment.pages) for segment in self.path)
         return PageCount(
             dense=len(self.dense),
             static=len(self.static_reserve),
             ring=len(self.ring),
-            sealed=sealed + len(self.sealed_reserve),
-            host=sealed + len(self.host_reserve),
+            compressed=compressed + len(self.compressed_reserve),
+            host=compressed + len(self.host_reserve),
             segments=len(self.slot_reserve),
         )
 
@@ -210,7 +210,7 @@ class CachedSequence:
         yield from self.static
         yield from self.pages
         if reserves:
-            yield from self.sealed_reserve
+            yield from self.compressed_reserve
             yield from self.static_reserve
 
 
@@ -219,14 +219,14 @@ class Span(NamedTuple):
 
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int
     static_tokens: int
     num_pages: int
 
     @property
-    def sealed(self) -> int:
-        """Position after its last sealed token."""
+    def compressed(self) -> int:
+        """Position after its last compressed token."""
         return self.first + PAGE * self.num_pages
 
 
@@ -250,17 +250,17 @@ class Outline:
     def fork(cls, parent: CachedSequence, length: int) -> Outline:
         """The first ``length`` tokens of ``parent``, a fork point."""
         path = (segment.prefix(segment.slot, length) for segment in parent.path if segment.first < length)
-        spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
+        spans = (Span(x.first, x.end, x.valid_until, x.fitted, x.static_tokens, len(x.pages)) for x in path)
         return cls(tuple(spans), length, length)
 
     @property
-    def sealed(self) -> int:
-        """Tokens that are sealed."""
-        return self.spans[-1].sealed if self.spans else 0
+    def compressed(self) -> int:
+        """Tokens that are compressed."""
+        return self.spans[-1].compressed if self.spans else 0
 
     @property
-    def standing(self) -> SegmentState:
-        """How far it is sealed, as the rules of growth see it."""
+    def segment_state(self) -> SegmentState:
+        """How far it is compressed, as the rules of growth see it."""
         return SegmentState.behind(self.spans)
 
 
@@ -272,8 +272,8 @@ class Tables:
 
     Attributes:
         padding_slot, padding_segment_slot: those after the last.
-        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages of
-            generated tokens may be sealed on the last segment's state.
+        length, compressed, valid_until: int64 [slots], tokens cached, tokens compressed, and the position up to which
+            pages of generated tokens may be compressed on the last segment's state.
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
@@ -281,8 +281,8 @@ class Tables:
         segment_slots: int64 [slots, MAX_SEGMENTS], the slots of those.
         state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
             token and after its last, and how many of its tokens are exact elsewhere, per kv head.
-        exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
-        pages, value_pages: int32 [segment slots, P], names.
+        exact: int32 [slots, E], page ids; static_counts: int32 [slots, E], tokens in the static ones.
+        pages, value_pages: int32 [segment slots, P], page ids.
     """
 
     def __init__(
@@ -290,34 +290,38 @@ class Tables:
         slots: int,
         segment_slots: int,
         exact_width: int,
-        sealed_width: int,
+        compressed_width: int,
         spare_state: int,
         device: torch.device,
     ) -> None:
         self.padding_slot, self.padding_segment_slot = slots, segment_slots
-        self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
+        self.length, self.compressed, self.valid_until = np.zeros((3, slots + 1), np.int64)
+        self.static_pages, self.segments = np.zeros((2, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
         self.seed = np.zeros(slots + 1, np.uint64)
         self.segment_slots = np.full((slots + 1, MAX_SEGMENTS), segment_slots, np.int64)
         self.state = np.full(segment_slots + 1, spare_state, np.int64)
         self.first, self.end, self.static_tokens = np.zeros((3, segment_slots + 1), np.int64)
         self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)
-        self.pages, self.value_pages = torch.zeros(2, segment_slots + 1, sealed_width, dtype=torch.int32, device=device)
+        self.pages, self.value_pages = torch.zeros(
+            2, segment_slots + 1, compressed_width, dtype=torch.int32, device=device
+        )
 
     def write(self, sequence: CachedSequence) -> None:
         """Writes the numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
-        at = sequence.standing
-        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
+        at = sequence.segment_state
+        self.compressed[slot], self.valid_until[slot] = at.compressed, at.generated_valid_until
+        self.segments[slot] = len(path)
         for number, segment in enumerate(path):
             self.segment_slots[slot, number] = segment.slot
-            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.sealed
+            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.compressed
             self.static_tokens[segment.slot] = segment.static_tokens
             if segment.state is not None:
                 self.state[segment.slot] = segment.state
 
     def write_exact(self, sequence: CachedSequence) -> None:
-        """Writes the names of a sequence's exact pages."""
+        """Writes the ids of a sequence's exact pages."""
         static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
         self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
         counts = [
@@ -329,11 +333,11 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Writes the names of a sequence's sealed pages, and of those that the last segment is still to get."""
+        """Writes the ids of a sequence's compressed pages, and of those that the last segment is still to get."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
-            pages = segment.pages + (sequence.sealed_reserve if last else [])
+            pages = segment.pages + (sequence.compressed_reserve if last else [])
             _write(self.pages, segment.slot, pages[:width])
             values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
             _write(self.value_pages, segment.slot, values[:width])
@@ -348,9 +352,9 @@ class Tables:
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""
-        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments, self.seed):
+        for array in (self.length, self.compressed, self.valid_until, self.static_pages, self.segments, self.seed):
             array[slot] = 0
 
 
-def _write(table: torch.Tensor, row: int, names: list[int]) -> None:
-    table[row, : len(names)] = upload(torch.tensor(names, dtype=torch.int32), table.device)
+def _write(table: torch.Tensor, row: int, page_ids: list[int]) -> None:
+    table[row, : len(page_ids)] = upload(torch.tensor(page_ids, dtype=torch.int32), table.device)

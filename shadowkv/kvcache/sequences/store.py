@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
-from shadowkv.kvcache.memory.sealed import SealedBatch, SealedStore
+from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.spec import PAGE
@@ -35,29 +35,29 @@ class CachedSegment:
     Attributes:
         row: a batch of one row.
         static: its sink and outliers.
-        names: names of its state, its pages and those of its values: the same for sequences that share it.
+        ids: of its state, its pages and those of its values: the same for sequences that share it.
     """
 
-    row: SealedBatch
+    row: CompressedBatch
     static: ExactRows
-    names: tuple[int, ...]
+    ids: tuple[int, ...]
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
     """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
     the device."""
     position = np.arange(start, stop)
-    names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
-    rows = numbers.add(np.stack((names, position % PAGE)))
+    page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
+    rows = numbers.add(np.stack((page_ids, position % PAGE)))
     return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
-class Store(SealedStore):
+class GroupStore(CompressedStore):
     """Tensors by name and layer of the group, those that parts see and all others.
 
     Attributes:
         tiers: the tiers by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, names, H, 64, d], exact pages.
+        k, v: [num_layers, page ids, H, 64, d], exact pages.
         buffer: fetched chunks, [num_layers, segment slots, *field.shape] except for the counters; None without one.
     """
 
@@ -80,9 +80,9 @@ class Store(SealedStore):
         on_device, on_host = self.tiers["device"], self.tiers["host"]
         exact = on_device.views(layout.exact_fields)
         self.k, self.v = exact["k"], exact["v"]
-        sealed, across_bus = on_device.views(layout.sealed_fields), on_host.views(layout.host_fields)
+        compressed, across_bus = on_device.views(layout.compressed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
-        page, head_dim = sealed | across_bus, layout.shape.head_dim
+        page, head_dim = compressed | across_bus, layout.shape.head_dim
         super().__init__(ops, rotary, layout.layers, device, head_dim, page, states, set(across_bus), weights)
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
@@ -94,13 +94,13 @@ class Store(SealedStore):
             self.buffer = ChunkBuffer(counters=counters, **{x.name: of_segments(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
-    def sealed_names(self, blocks: list[int]) -> list[int]:
-        """Names of the sealed pages that fit in device ``blocks``, in order."""
-        step = self.layout.sealed_bytes // GRANULE
-        return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
+    def compressed_page_ids(self, blocks: list[int]) -> list[int]:
+        """Ids of the compressed pages that fit in device ``blocks``, in order."""
+        step = self.layout.compressed_bytes // GRANULE
+        return [block + i * step for block in blocks for i in range(self.layout.compressed_per_block)]
 
-    def exact_names(self, blocks: list[int]) -> list[int]:
-        """Names of the exact pages that fit in device ``blocks``, in order."""
+    def exact_page_ids(self, blocks: list[int]) -> list[int]:
+        """Ids of the exact pages that fit in device ``blocks``, in order."""
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
@@ -110,7 +110,7 @@ class Store(SealedStore):
         return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Which chunks bool [R, H, P * C] of the sealed pages [R, P] of segments are exact elsewhere.
+        """Which chunks bool [R, H, P * C] of the compressed pages [R, P] of segments are exact elsewhere.
 
         Args:
             first: int64 [R], positions of their first tokens.

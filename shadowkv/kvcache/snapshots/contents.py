@@ -32,7 +32,7 @@ class GroupContents:
         self.layers = layout.layers if layout.shape.num_layers < layout.model_layers else ()
 
     def header(
-        self, sequence: CachedSequence, start: int, stop: int | None, further: tuple[SnapshotHeader, ...] = ()
+        self, sequence: CachedSequence, start: int, stop: int | None, other_groups: tuple[SnapshotHeader, ...] = ()
     ) -> SnapshotHeader:
         """The header of a snapshot of the group's ``sequence`` (``Snapshots.describe``), with those of other groups."""
         content = self._content(sequence, start, stop)
@@ -50,7 +50,7 @@ class GroupContents:
             layer_bytes=layer_bytes,
             layers=self.layers,
             window=self.layout.window or 0,
-            further=further,
+            other_groups=other_groups,
         )
 
     def outline(self, chain: Sequence[Link], before: Outline, start: int, capacity: int) -> Outline:
@@ -63,8 +63,8 @@ class GroupContents:
             raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MAX_SEGMENTS}")
         length, final = outline.length, outline.length == capacity or outline.length < start
         late_limit, spec = self.layout.growth.late_limit(0), self.layout.spec
-        if spec.seals and not outline.spans and (length > late_limit or (length == late_limit and not final)):
-            raise ValueError(f"{length} tokens are all exact there, and would be sealed here")
+        if spec.compresses and not outline.spans and (length > late_limit or (length == late_limit and not final)):
+            raise ValueError(f"{length} tokens are all exact there, and would be compressed here")
         return outline
 
     def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
@@ -76,17 +76,17 @@ class GroupContents:
             SnapshotSegment(
                 first=segment.first,
                 end=segment.end,
-                reach=segment.reach,
+                valid_until=segment.valid_until,
                 fitted=segment.fitted,
                 static_tokens=segment.static_tokens,
-                num_pages=(segment.sealed - max(start, segment.first)) // PAGE,
+                num_pages=(segment.compressed - max(start, segment.first)) // PAGE,
                 continued=segment.first < start,
             )
             for segment in sequence.path
-            if segment.sealed > start or segment is sequence.path[-1]
+            if segment.compressed > start or segment is sequence.path[-1]
         )
         if stop is None:
-            return Cut(segments, sequence.length - sequence.sealed, False)
+            return Cut(segments, sequence.length - sequence.compressed, False)
         return Cut(tuple(segment.cut(start, stop) for segment in segments if segment.begin(start) < stop), 0, False)
 
     def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
@@ -96,12 +96,12 @@ class GroupContents:
     def _arrays(self, content: Cut) -> Iterator[Field]:
         """Arrays of a layer, sorted by name where caches may keep them in different orders, as places differ."""
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
-        sealed = sorted((*layout.sealed_fields, *layout.host_fields), key=lambda field: field.name)
+        compressed = sorted((*layout.compressed_fields, *layout.host_fields), key=lambda field: field.name)
         state = sorted(layout.state_fields, key=lambda field: field.name)
         for number, segment in enumerate(content.segments):
             name = f"segments.{number}"
             if segment.num_pages:
-                for x in sealed:
+                for x in compressed:
                     yield Field(f"{name}.pages.{x.name}", (segment.num_pages, *x.shape), x.dtype)
             if not segment.continued:
                 for x in state:
@@ -150,9 +150,9 @@ def followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
 
 def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
     """``spans`` followed by a segment, or with what it adds to the last one."""
-    span, sealed = Span(*(getattr(new, name) for name in Span._fields)), spans[-1].sealed if spans else 0
-    if not new.continued and new.first == sealed:
+    span, compressed = Span(*(getattr(new, name) for name in Span._fields)), spans[-1].compressed if spans else 0
+    if not new.continued and new.first == compressed:
         return [*spans, span]
     if new.continued and spans and (new.first, new.static_tokens) == (spans[-1].first, spans[-1].static_tokens):
         return [*spans[:-1], span._replace(num_pages=spans[-1].num_pages + new.num_pages)]
-    raise ValueError(f"a segment from token {new.first} on does not continue what is sealed up to {sealed}")
+    raise ValueError(f"a segment from token {new.first} on does not continue what is compressed up to {compressed}")

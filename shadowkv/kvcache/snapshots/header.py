@@ -1,8 +1,8 @@
 """Snapshots: what follows a fork point of a cached sequence, as bytes, and the header that says what they are.
 
 The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
-the used part of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
-stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
+the used part of the one before it ends, and the first at 0. What is compressed on a state that an earlier snapshot has
+is stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
 wrong with it (``contradictions``).
 """
 
@@ -85,15 +85,15 @@ class SnapshotSegment:
     """A segment of a sequence, or its newer part.
 
     Attributes:
-        first, end, reach, fitted, static_tokens: as in ``Segment``.
-        num_pages: sealed pages that are in this snapshot.
+        first, end, valid_until, fitted, static_tokens: as in ``Segment``.
+        num_pages: compressed pages that are in this snapshot.
         continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
             pages before the snapshot's start.
     """
 
     first: int
     end: int
-    reach: int
+    valid_until: int
     fitted: int
     static_tokens: int
     num_pages: int
@@ -103,15 +103,15 @@ class SnapshotSegment:
         """Position of its first token in a snapshot from ``start`` on."""
         return start if self.continued else self.first
 
-    def sealed(self, start: int) -> int:
-        """Position after its last sealed token."""
+    def compressed(self, start: int) -> int:
+        """Position after its last compressed token."""
         return self.begin(start) + PAGE * self.num_pages
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
         """The segment for a sequence that continues differently after position ``stop`` (``Segment.prefix``)."""
         count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
-        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
-        return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
+        end, valid_until, fitted = cut_short(self.end, self.valid_until, self.fitted, stop)
+        return replace(self, end=end, valid_until=valid_until, fitted=fitted, num_pages=count)
 
 
 class Cut(NamedTuple):
@@ -123,7 +123,7 @@ class Cut(NamedTuple):
 
     def end(self, start: int) -> int:
         """Position after its last token, where the snapshot begins at ``start``."""
-        return (self.segments[-1].sealed(start) if self.segments else start) + self.tail_tokens
+        return (self.segments[-1].compressed(start) if self.segments else start) + self.tail_tokens
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class SnapshotHeader:
         form: what caches must have in common to read it (``form_of``).
         start: tokens of the sequence that come before it, a multiple of 64.
         length: tokens of the sequence.
-        segments: those with sealed pages after ``start``, or the last one where none has; empty where it is dense.
-        tail_tokens: exact tokens after ``start`` and after what is sealed, up to ``length``.
+        segments: those with compressed pages after ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens after ``start`` and after what is compressed, up to ``length``.
         observed: whether it has what is known of a dense sequence's state.
         fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
             ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
@@ -145,7 +145,7 @@ class SnapshotHeader:
         layers: which layers have them, where not all do; else empty.
         window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
             first of them after ``start``. 0 where it sees all.
-        further: headers of the other groups of layers: the same tokens in the same form, of other layers.
+        other_groups: headers of the other groups of layers: the same tokens in the same form, of other layers.
     """
 
     form: str
@@ -159,7 +159,7 @@ class SnapshotHeader:
     layer_bytes: int
     layers: tuple[int, ...] = ()
     window: int = 0
-    further: tuple[SnapshotHeader, ...] = ()
+    other_groups: tuple[SnapshotHeader, ...] = ()
 
     def __post_init__(self) -> None:
         for reason in contradictions(self):
@@ -168,7 +168,7 @@ class SnapshotHeader:
     @property
     def of_groups(self) -> tuple[SnapshotHeader, ...]:
         """The headers of all groups of layers."""
-        return (self, *self.further)
+        return (self, *self.other_groups)
 
     @property
     def nbytes(self) -> int:
@@ -176,9 +176,9 @@ class SnapshotHeader:
         return self.span(self.num_layers - 1).stop
 
     @property
-    def runs(self) -> tuple[int, int]:
-        """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
-        return (1, self.nbytes) if self.further else (self.num_layers, self.layer_bytes)
+    def pieces(self) -> tuple[int, int]:
+        """Number of pieces of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
+        return (1, self.nbytes) if self.other_groups else (self.num_layers, self.layer_bytes)
 
     @cached_property
     def _of_layers(self) -> list[tuple[SnapshotHeader, int]]:
@@ -222,15 +222,15 @@ class SnapshotHeader:
     def to_json(self) -> str:
         """JSON for ``from_json``."""
         fields = asdict(self)
-        if not (self.further or self.window):  # as from before there were groups
-            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "further")} | FORMER
+        if not (self.other_groups or self.window):  # as from before there were groups
+            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "other_groups")} | FORMER
         return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
         """A header from untrusted text; raises ValueError that says what is wrong."""
         header = dataclass_json.from_json(SnapshotHeader, text, FORMER)
-        if header.layers and not header.further:
+        if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
         return header
 
@@ -240,14 +240,14 @@ class Snapshot:
     """A header and its bytes.
 
     Attributes:
-        data: uint8 [*header.runs], on any device.
+        data: uint8 [*header.pieces], on any device.
     """
 
     header: SnapshotHeader
     data: Tensor
 
     def __post_init__(self) -> None:
-        shape = self.header.runs
+        shape = self.header.pieces
         if self.data.dtype != torch.uint8 or self.data.shape != shape:
             raise ValueError(f"a snapshot's bytes are uint8 {shape}, not {self.data.dtype} {tuple(self.data.shape)}")
 
@@ -279,10 +279,10 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
     if header.start % PAGE:
         yield f"start {header.start} is not a multiple of {PAGE}"
     yield from _of_segments(header)
-    exact = header.segments[-1].sealed(header.start) if header.segments else header.start
+    exact = header.segments[-1].compressed(header.start) if header.segments else header.start
     yield from _out_of(("window", header.window, 0, MOST["tokens"]))
     if header.window and (header.segments or header.observed):
-        yield "layers with a window have something sealed"
+        yield "layers with a window have something compressed"
     exact = max(exact, header.length - header.window) if header.window else exact
     if header.tail_tokens != header.length - exact:
         yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
@@ -308,7 +308,7 @@ def _of_segments(header: SnapshotHeader) -> Iterator[str]:
         yield from _out_of(
             ("first token of a segment", segment.first, 0 if segment.continued else at, at),
             ("end of a segment", segment.end, segment.first + 1, MOST["tokens"]),
-            ("reach of a segment", segment.reach, segment.end, UNLIMITED),
+            ("valid_until of a segment", segment.valid_until, segment.end, UNLIMITED),
             ("static tokens", segment.static_tokens, 0, MOST["tokens"]),
             (
                 "pages of a segment",
@@ -317,7 +317,7 @@ def _of_segments(header: SnapshotHeader) -> Iterator[str]:
                 (header.length - at) // PAGE,
             ),
         )
-        at = segment.sealed(header.start)
+        at = segment.compressed(header.start)
         yield from _out_of(("fitted pages of a segment", segment.fitted, segment.first + PAGE, at))
         if segment.first % PAGE or segment.fitted % PAGE:
             yield f"tokens {segment.first} to {segment.fitted} of a segment are no whole pages"
@@ -355,15 +355,17 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
 
 
 def _of_groups(header: SnapshotHeader) -> Iterator[str]:
-    for group in header.further:
-        if group.further:
+    for group in header.other_groups:
+        if group.other_groups:
             yield "a group of layers has groups"
         if (group.form, group.start, group.length) != (header.form, header.start, header.length):
             yield "its groups of layers are not of the same tokens in the same form"
         if group.num_layers != header.num_layers:
             yield f"its groups are of models of {header.num_layers} and {group.num_layers} layers"
     layers = sorted(layer for group in header.of_groups for layer in group.layers)
-    if header.further and (layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)):
+    if header.other_groups and (
+        layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)
+    ):
         yield f"its groups have other layers than each of {header.num_layers} once"
 
 

@@ -22,7 +22,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
-from shadowkv.kvcache.sequences.store import ExactRows, Store, exact_rows
+from shadowkv.kvcache.sequences.store import ExactRows, GroupStore, exact_rows
 from shadowkv.kvcache.snapshots.header import Cut, Link, SnapshotField, SnapshotHeader
 
 COPIED_AT_ONCE = 8192
@@ -44,37 +44,37 @@ class Location(Protocol):
 
 @dataclass(frozen=True)
 class PagesLocation:
-    """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
+    """Compressed pages: ``page_ids`` int64 [n] of ``memory`` [num_layers, page ids, ...]."""
 
     field: SnapshotField
     memory: Tensor
-    names: Tensor
+    page_ids: Tensor
 
     def read(self, layer: int, out: Tensor) -> None:
-        torch.index_select(_words(self.memory[layer]), 0, self.names, out=_words(self.field.of(out)))
+        torch.index_select(_words(self.memory[layer]), 0, self.page_ids, out=_words(self.field.of(out)))
 
     def write(self, layer: int, data: Tensor) -> None:
-        _words(self.memory[layer])[self.names] = _words(self.field.of(data)[: len(self.names)])
+        _words(self.memory[layer])[self.page_ids] = _words(self.field.of(data)[: len(self.page_ids)])
 
 
 @dataclass(frozen=True)
 class StateLocation:
-    """A fitted state: number ``name`` of ``memory`` [num_layers, states, ...]."""
+    """A fitted state: ``state`` of ``memory`` [num_layers, states, ...]."""
 
     field: SnapshotField
     memory: Tensor
-    name: int
+    state: int
 
     def read(self, layer: int, out: Tensor) -> None:
-        self.field.of(out).copy_(self.memory[layer, self.name])
+        self.field.of(out).copy_(self.memory[layer, self.state])
 
     def write(self, layer: int, data: Tensor) -> None:
-        self.memory[layer, self.name].copy_(self.field.of(data))
+        self.memory[layer, self.state].copy_(self.field.of(data))
 
 
 @dataclass(frozen=True)
 class TokensLocation:
-    """Exact tokens: ``rows`` of keys and of values [num_layers, names, H, 64, d]."""
+    """Exact tokens: ``rows`` of keys and of values [num_layers, page ids, H, 64, d]."""
 
     field: SnapshotField
     memory: tuple[Tensor, Tensor]
@@ -100,10 +100,10 @@ class SnapshotLocations:
     """Where the part of a snapshot that is ``used`` is, in a sequence as it is now, in a group of layers.
 
     Attributes:
-        held: names of the device pages, the host pages and the states that it is in.
+        held: ids of the device pages, the host pages and the states that it is in.
     """
 
-    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
+    def __init__(self, store: GroupStore, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
         self._store, self._numbers = store, Numbers()
         self._fields = {field.name: field for field in header.fields}
         self._locations = list[Callable[[Tensor], Location]]()
@@ -135,8 +135,8 @@ class SnapshotLocations:
         if not pages:
             return
         for field, memory in self._store.page.items():
-            names = self._numbers.add(values if field in on_host else pages)
-            self._locations.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, names))
+            page_ids = self._numbers.add(values if field in on_host else pages)
+            self._locations.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, page_ids))
 
     def _add_state(self, name: str, state: int | None) -> None:
         if state is None:
@@ -153,12 +153,12 @@ class SnapshotLocations:
         self._locations.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
 
 
-def _pages_location(field: SnapshotField, memory: Tensor, names: slice, numbers: Tensor) -> Location:
-    return PagesLocation(field, memory, numbers[names])
+def _pages_location(field: SnapshotField, memory: Tensor, page_ids: slice, numbers: Tensor) -> Location:
+    return PagesLocation(field, memory, numbers[page_ids])
 
 
-def _state_location(field: SnapshotField, memory: Tensor, name: int, numbers: Tensor) -> Location:
-    return StateLocation(field, memory, name)
+def _state_location(field: SnapshotField, memory: Tensor, state: int, numbers: Tensor) -> Location:
+    return StateLocation(field, memory, state)
 
 
 def _words(rows: Tensor) -> Tensor:
@@ -192,8 +192,8 @@ class Reading:
         self._copies = {
             number: self._copied(number, pool) for number, pool in enumerate(pools.pools) if pool.layout.window
         }
-        for blocks, names in self._held:
-            blocks.retain(names)
+        for blocks, ids in self._held:
+            blocks.retain(ids)
         for in_group in self._sequences:
             in_group.readings.append(header.length)
 
@@ -231,8 +231,8 @@ class Reading:
         if not self._open:
             return
         self._open = False
-        for blocks, names in self._held:
-            blocks.release(names)
+        for blocks, ids in self._held:
+            blocks.release(ids)
         for in_group in self._sequences:
             in_group.readings.remove(self.header.length)
 

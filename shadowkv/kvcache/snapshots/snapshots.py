@@ -50,8 +50,8 @@ class Snapshots:
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
         if stop is not None and stop < start:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
-        first, *further = enumerate(self._contents)
-        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in further)
+        first, *other_groups = enumerate(self._contents)
+        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in other_groups)
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
@@ -102,7 +102,7 @@ class Snapshots:
         cache's device."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
-            snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.device))
+            snapshot = Snapshot(header, torch.empty(header.pieces, dtype=torch.uint8, device=self.device))
             for layer in range(header.num_layers):
                 reading.read_layer(layer, snapshot.layer(layer))
         return snapshot
@@ -123,7 +123,7 @@ class Snapshots:
     def stored_alike(self, other: Snapshots, tokens: int) -> bool:
         """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
         specs = [group.spec for layout in (self.layout, other.layout) for group in layout.groups]
-        return self.form == other.form and all(tokens > spec.dense_limit or not spec.seals for spec in specs)
+        return self.form == other.form and all(tokens > spec.dense_limit or not spec.compresses for spec in specs)
 
     def _outlines(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None
@@ -149,7 +149,8 @@ class Snapshots:
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
     """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, except for how much is
-    selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
+    selected, how much stays exact after what is compressed, and where it is stored. Comparing weights is left to
+    others."""
     forms = [_form_of_group(group, group.rope or rope) for group in layout.groups]
     if len(forms) == 1:
         return forms[0]
@@ -161,7 +162,7 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
-    fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
+    fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
         "spec": spec.as_dict() | {"prefill_error": error},

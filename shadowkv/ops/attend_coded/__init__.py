@@ -1,1 +1,1 @@
-"""Attention of one query per sequence over all tokens of a run of pages, read in their stored form."""
+"""Attention of one query per sequence over all tokens of a segment, read in their stored form."""

@@ -15,10 +15,10 @@ __all__ = ["attend_coded", "missing", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, but computed entirely in float32, and runs begin and end at chunk boundaries.
+    """Same as the reference, but computed entirely in float32, and rows begin and end at chunk boundaries.
 
     Raises:
-        ValueError: a run that does not.
+        ValueError: a row that does not.
     """
     chunk = heads_and_chunk(keys)[1]
     for name, place in (("begin", begin), ("end", end)):

@@ -23,5 +23,5 @@ def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for what ``attend_selected`` in CUDA takes; can be captured in a CUDA graph after a first
-    call. Runs begin and end at chunk boundaries."""
+    call. Rows begin and end at chunk boundaries."""
     return cuda.attend_selected(q, keys, values, every_chunk(keys, begin, end))

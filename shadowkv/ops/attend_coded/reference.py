@@ -113,16 +113,16 @@ def rotation_of(source: KeySource) -> Tensor | None:
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
     """Rows [B, H, n, d] of some pages, coded ones with the rotation that they keep; float32."""
-    names = source.pages[:, pages]
+    page_ids = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)
-        start, count = pages.start * PAGE // chunk, names.shape[1] * PAGE // chunk
-        chunks = torch.arange(start, start + count, device=names.device)
-        return gather_selected(source, chunks.expand(len(names), heads, -1)).float()
+        start, count = pages.start * PAGE // chunk, page_ids.shape[1] * PAGE // chunk
+        chunks = torch.arange(start, start + count, device=page_ids.device)
+        return gather_selected(source, chunks.expand(len(page_ids), heads, -1)).float()
     if isinstance(source, DenseRows):
-        return source.rows[names].float().transpose(1, 2).flatten(2, 4)
-    codes = source.codes[names].transpose(1, 2).flatten(2, 4)
-    scale_pages = names if source.scale_pages is None else source.scale_pages[:, pages]
+        return source.rows[page_ids].float().transpose(1, 2).flatten(2, 4)
+    codes = source.codes[page_ids].transpose(1, 2).flatten(2, 4)
+    scale_pages = page_ids if source.scale_pages is None else source.scale_pages[:, pages]
     scale = source.scale[scale_pages].transpose(1, 2).flatten(2, 3)
     state = tuple(x[source.states][:, :, None] for x in source.state)
     kept = rotation_of(source)

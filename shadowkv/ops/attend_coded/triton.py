@@ -141,9 +141,9 @@ def _attend_coded(
     acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
     last = tl.minimum((part + 1) * pages_each, tl.minimum(pages, tl.cdiv(high, TOKENS).to(tl.int32)))
     for page in range(tl.maximum(part * pages_each, (low // TOKENS).to(tl.int32)), last):
-        name = tl.load(key_pages + row * pages + page)
+        page_id = tl.load(key_pages + row * pages + page)
         scales = key_scale + tl.load(key_scale_pages + row * pages + page) * key_scale_page + head * TOKENS * KEY_SCALES
-        codes = key_codes + name * key_page
+        codes = key_codes + page_id * key_page
         keys = decoded_rows(codes, scales, key_table, head, token, KEY_FORMAT, KEY_BITS, DIM, KEY_COLUMNS)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if KEY_STEPPED:
@@ -162,10 +162,10 @@ def _attend_coded(
         place_in_row = page * TOKENS + token
         lives = (place_in_row >= low) & (place_in_row < high)
         scores = tl.where(lives[None, :], scores, float("-inf"))
-        name = tl.load(value_pages + row * pages + page)
+        page_id = tl.load(value_pages + row * pages + page)
         scales = value_scale + tl.load(value_scale_pages + row * pages + page) * value_scale_page
         scales += head * TOKENS * VALUE_SCALES
-        codes, table = value_codes + name * value_page, value_table + row * VALUE_ENTRIES
+        codes, table = value_codes + page_id * value_page, value_table + row * VALUE_ENTRIES
         values = decoded_rows(codes, scales, table, head, token, VALUE_FORMAT, VALUE_BITS, DIM, VALUE_COLUMNS)
         scale = tl.full([TOKENS], 1.0, tl.float32)
         if VALUE_SCALED:

@@ -15,5 +15,5 @@ __all__ = ["attend_coded", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for what ``attend_selected`` in Triton takes; runs begin and end at chunk boundaries."""
+    """Same as the reference, for what ``attend_selected`` in Triton takes; rows begin and end at chunk boundaries."""
     return triton.attend_selected(q, keys, values, every_chunk(keys, begin, end))

@@ -97,9 +97,9 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
     keys = keys.decoded()
-    names, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
+    page_ids, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
     widths = () if keys.widths is None else (keys.widths[keys.states][:, None, None],)
-    stored = keys.latents[names, chunks].flatten(2, 3)
+    stored = keys.latents[page_ids, chunks].flatten(2, 3)
     picked = keys.codec.decode(stored, keys.basis.shape[1], *widths)  # [B, H, k * c, r]
     rows = picked.to(keys.basis.dtype) @ keys.basis[keys.states].transpose(1, 2)
     if keys.mean is not None:
@@ -118,12 +118,12 @@ def _with_rope(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, c
 
 def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:
     """Gathers [B, H, k, ...] from [N, H, C, ...]."""
-    names, chunks = _locate(pages, selected, pages_of.shape[2])
+    page_ids, chunks = _locate(pages, selected, pages_of.shape[2])
     heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
-    return pages_of[names, heads, chunks]
+    return pages_of[page_ids, heads, chunks]
 
 
 def _locate(pages: Tensor, selected: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Page names and chunk numbers within those pages, int64 [B, H, k] each."""
-    names = pages.gather(1, (selected // chunks).flatten(1)).view_as(selected)
-    return names, selected % chunks
+    """Page ids and chunk numbers within those pages, int64 [B, H, k] each."""
+    page_ids = pages.gather(1, (selected // chunks).flatten(1)).view_as(selected)
+    return page_ids, selected % chunks

@@ -1,8 +1,8 @@
-"""Where the op reads the keys and values of sealed tokens.
+"""Where the op reads the keys and values of compressed tokens.
 
-B rows, each a run of sealed pages of a sequence, H kv heads, C chunks of c tokens in a page of 64. The first axis of
-every page array counts granules and is indexed by page names (``shadowkv.kvcache.memory.arenas``). Token p of a row is
-at row p % 64 = chunk * c + offset of the page that the row's table names at p // 64.
+B rows, each with compressed pages of a sequence, H kv heads, C chunks of c tokens in a page of 64. The first axis
+of every page array counts granules and is indexed by page ids (``shadowkv.kvcache.memory.arenas``). Token p of a row
+is at row p % 64 = chunk * c + offset of the page that the row's table has at p // 64.
 """
 
 from __future__ import annotations

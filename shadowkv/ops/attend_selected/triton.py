@@ -162,14 +162,14 @@ def _attend_latents(
             weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
             scores += (weight * 1.4426950408889634)[None, :]
         scores = tl.where(lives[None, :], scores, float("-inf"))
-        name = tl.load(value_pages + row * pages + position // TOKENS)
-        rows = value_codes + (name * value_page)[:, None]
+        page_id = tl.load(value_pages + row * pages + position // TOKENS)
+        rows = value_codes + (page_id * value_page)[:, None]
         table = value_table + row * VALUE_ENTRIES
         values = decoded_rows(rows, value_scale, table, head, place, VALUE_FORMAT, VALUE_BITS, DIM, VALUE_COLUMNS)
         scale = tl.full([TOKENS], 1.0, tl.float32)
         if VALUE_SCALED:
-            name = tl.load(value_scale_pages + row * pages + position // TOKENS)
-            scale = tl.load(value_scale + name * value_scale_page + head * TOKENS + place).to(tl.float32)
+            page_id = tl.load(value_scale_pages + row * pages + position // TOKENS)
+            scale = tl.load(value_scale + page_id * value_scale_page + head * TOKENS + place).to(tl.float32)
         peak, total, acc = add_tokens(q_one, scores, lives, values, scale, peak, total, acc, VALUE_SCALED)
     target = (unit * tl.num_programs(1) + part) * GROUP
     store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, VALUE_COLUMNS)

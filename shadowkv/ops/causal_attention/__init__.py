@@ -1,1 +1,1 @@
-"""Prefill attention of a run of queries over everything up to them."""
+"""Prefill attention of the last queries over everything up to them."""

@@ -128,10 +128,10 @@ def _score(
     for tile in range(part * run, part * run + run):
         chunk = tile * TILE + tl.arange(0, TILE)
         valid = chunk < count
-        name = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=valid, other=0)
-        bits = tl.load(excluded + name * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=valid, other=1)
+        page_id = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=valid, other=0)
+        bits = tl.load(excluded + page_id * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=valid, other=1)
         planes: tl.constexpr = 2 if BOUNDS else 1
-        first = name * bounds_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
+        first = page_id * bounds_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
         readable = valid[:, None] & (dim < DIM)[None, :]
         keys = tl.load(bounds + first[:, None] + dim[None, :], mask=readable, other=0)
         if scale is not None:
@@ -148,7 +148,7 @@ def _score(
             scores = tl.dot(queries, keys.trans(), input_precision="ieee")
         scores *= factor
         if scale is not None:
-            scores *= tl.load(scale + name * scale_stride + head, mask=valid, other=0)[None, :]
+            scores *= tl.load(scale + page_id * scale_stride + head, mask=valid, other=0)[None, :]
         scores = tl.where((bits == 0)[None, :], scores, float("-inf"))
         tl.store(
             logits + at[:, None] * total + chunk[None, :],

@@ -23,7 +23,7 @@ def decode_layers(
     """Same as the reference, in float32. Where no attention is computed, the queries and sums have no meaning."""
     rotary = layers.rotary
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
-        x, attended, layers.vectors, layers.matrices, layers.forms, layers.runs, layers.k_pages, layers.v_pages,
+        x, attended, layers.vectors, layers.matrices, layers.forms, layers.row_blocks, layers.k_pages, layers.v_pages,
         rotary.cos, rotary.sin, rotary.config.interleaved, layers.eps, tokens.positions, tokens.pages, tokens.counts,
         tokens.write_page, tokens.write_offset, to_attention,
     )  # fmt: skip

@@ -16,11 +16,11 @@ class Projection:
     """y = x Wᵀ + b.
 
     Attributes:
-        runs: of rows of W [N, K], in order, plain numbers [rows, K] or quantised ones.
+        row_blocks: of W [N, K], in order, plain numbers [rows, K] or quantised ones.
         bias: [N]; None for none.
     """
 
-    runs: tuple[Tensor | QuantisedRows, ...]
+    row_blocks: tuple[Tensor | QuantisedRows, ...]
     bias: Tensor | None = None
 
 
@@ -58,9 +58,9 @@ class Layers:
         rotary: of all of them.
 
     Attributes:
-        vectors, matrices, forms, runs, k_pages, v_pages: the same in lists, as kernels take them: of each layer 8 norms
-            and biases or None, and of each of its 4 projections the runs of rows, which are floats, with the form "",
-            or in a GGUF file's blocks, and their number.
+        vectors, matrices, forms, row_blocks, k_pages, v_pages: the same in lists, as kernels take them: of each layer 8
+            norms and biases or None, and of each of its 4 projections the row blocks, which are floats, with the form
+            "", or in a GGUF file's blocks, and their number.
     """
 
     def __init__(self, layers: Sequence[Layer], eps: float, rotary: RotaryTables) -> None:
@@ -70,10 +70,10 @@ class Layers:
             self.vectors += (x.attention_norm, x.qkv.bias, x.query_norm, x.key_norm, x.out.bias)
             self.vectors += (x.post_attention_norm, x.mlp_norm, x.post_mlp_norm)
         projections = [projection for x in self.layers for projection in (x.qkv, x.out, x.gate_up, x.down)]
-        self.runs = [len(projection.runs) for projection in projections]
-        runs = [run for projection in projections for run in projection.runs]
-        self.matrices = [run.tensors[0] if isinstance(run, QuantisedRows) else run for run in runs]
-        self.forms = [run.form.name if isinstance(run, QuantisedRows) else "" for run in runs]
+        self.row_blocks = [len(projection.row_blocks) for projection in projections]
+        row_blocks = [block for projection in projections for block in projection.row_blocks]
+        self.matrices = [block.tensors[0] if isinstance(block, QuantisedRows) else block for block in row_blocks]
+        self.forms = [block.form.name if isinstance(block, QuantisedRows) else "" for block in row_blocks]
         self.k_pages, self.v_pages = [x.k_pages for x in self.layers], [x.v_pages for x in self.layers]
 
     def __iter__(self) -> Iterator[Layer]:
@@ -86,7 +86,7 @@ class NewTokens:
 
     Attributes:
         positions: int64 [B].
-        pages: int64 [B, E], names of exact pages.
+        pages: int64 [B, E], ids of exact pages.
         counts: int64 [B, E], valid tokens at the start of each page, the new one included; 0 skips it.
         write_page, write_offset: int64 [B], the page and the row there that take the new token.
     """

@@ -65,6 +65,9 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _project(x: Tensor, by: Projection) -> Tensor:
-    parts = [quantised_matmul(x, run) if isinstance(run, QuantisedRows) else F.linear(x, run) for run in by.runs]
+    parts = [
+        quantised_matmul(x, block) if isinstance(block, QuantisedRows) else F.linear(x, block)
+        for block in by.row_blocks
+    ]
     product = torch.cat(parts, -1)
     return product if by.bias is None else product + by.bias

@@ -84,7 +84,7 @@ def fetch_chunks(
     65,000 back may count as equal. Chunks must not change while the buffer may hold them.
 
     Args:
-        host: [N, H, C, c, w], indexed by page names; readable by the device.
+        host: [N, H, C, c, w], indexed by page ids; readable by the device.
         pages: int64 [B, P].
         slots: int64 [B], rows of the buffer that the sequences own. Rows in which nothing is selected may repeat a
             slot, others may not.

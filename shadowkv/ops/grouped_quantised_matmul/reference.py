@@ -20,7 +20,7 @@ def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows]
 
     Args:
         x: [S, K], sorted by expert, any float dtype.
-        weight: rows of W, [E N, K], those of one expert after the other, in runs that may differ in form.
+        weight: rows of W, [E N, K], those of one expert after the other, in row blocks that may differ in form.
         offsets: int32 [E + 1], as ``grouped_matmul`` has them.
 
     Returns:
@@ -40,7 +40,7 @@ def loop(
     out = x.new_empty(len(x), each)
     for expert, rows in experts_rows(offsets):
         column = 0
-        for run in cut_out(weight, expert * each, (expert + 1) * each):
-            columns = slice(column, column := column + len(run))
-            out[rows, columns] = F.linear(x[rows], run) if isinstance(run, Tensor) else multiply(x[rows], run)
+        for block in cut_out(weight, expert * each, (expert + 1) * each):
+            columns = slice(column, column := column + len(block))
+            out[rows, columns] = F.linear(x[rows], block) if isinstance(block, Tensor) else multiply(x[rows], block)
     return out

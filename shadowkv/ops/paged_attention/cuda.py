@@ -32,7 +32,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
 
     bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the
     device and are not checked: a count over 64, or a page past the views with a nonzero count, reads out of bounds.
-    Page names with a count of 0 are arbitrary.
+    Page ids with a count of 0 are arbitrary.
     """
     return attend("paged_attention", q, k, v, pages, counts)
 

@@ -19,7 +19,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     Args:
         q: [B, H_q, d], after RoPE.
         k, v: [N, H, 64, d], views over all pages.
-        pages: int64 [B, E], page names.
+        pages: int64 [B, E], page ids.
         counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.
 
     Returns:
@@ -33,14 +33,14 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     outs, sums = [], []
     for start in range(0, max(1, len(rows)), GATHERED_AT_ONCE):
         row, column = rows[start : start + GATHERED_AT_ONCE], columns[start : start + GATHERED_AT_ONCE]
-        names = pages[row, column]
+        page_ids = pages[row, column]
         empty = torch.arange(page, device=q.device) >= counts[row, column, None]
-        scores = (grouped[row] @ k[names].transpose(-1, -2)).float() * dim**-0.5
+        scores = (grouped[row] @ k[page_ids].transpose(-1, -2)).float() * dim**-0.5
         scores.masked_fill_(empty[:, None, None, :], float("-inf"))
         total = scores.logsumexp(-1)
         weights = (scores - total.unsqueeze(-1)).exp()
         # Rows past the count may hold anything, NaN too, and 0 * NaN is NaN.
-        values = v[names].masked_fill(empty[:, None, :, None], 0)
+        values = v[page_ids].masked_fill(empty[:, None, :, None], 0)
         outs.append((weights.to(v.dtype) @ values).float())
         sums.append(total)
     return _merge_pages(torch.cat(outs), torch.cat(sums), rows, q)

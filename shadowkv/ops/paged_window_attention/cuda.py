@@ -21,7 +21,7 @@ def paged_window_attention(
     """Same as the reference; can be captured in a CUDA graph.
 
     bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. What is on the device is not checked: a count
-    over 64, or a page past the views that has a token, reads out of bounds. Names of pages without tokens are
+    over 64, or a page past the views that has a token, reads out of bounds. Ids of pages without tokens are
     arbitrary.
     """
     return attend("paged_window_attention", q, k, v, pages, starts, counts)

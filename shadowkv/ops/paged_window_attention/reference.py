@@ -14,7 +14,7 @@ def paged_window_attention(
     Args:
         q: [B, H_q, d], after RoPE.
         k, v: [N, H, 64, d], views over all pages.
-        pages: int64 [B, E], page names.
+        pages: int64 [B, E], page ids.
         starts, counts: int64 [B, E], the first valid token of each page, and the one after the last; any that is not
             after the first skips the page.
 

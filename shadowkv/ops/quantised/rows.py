@@ -59,7 +59,7 @@ class QuantisedRows:
         return len(self.tensors[0])
 
     def __getitem__(self, rows: slice | Tensor) -> QuantisedRows:
-        """Rows: a view of a run of them, or copies of those with the indices int64 [n]."""
+        """Rows: a view of a range of them, or copies of those with the indices int64 [n]."""
         return QuantisedRows(tuple(tensor[rows] for tensor in self.tensors), self.form)
 
     @property
@@ -86,19 +86,19 @@ class QuantisedRows:
         return QuantisedRows(tuple(tensor.to(device) for tensor in self.tensors), self.form)
 
     def tiles(self, numbers: int) -> Iterator[tuple[slice, QuantisedRows]]:
-        """Runs of rows [n, K] with about ``numbers`` numbers each, at least one row, and where they are."""
+        """Portions of rows [n, K] with about ``numbers`` numbers each, at least one row, and where they are."""
         step = max(1, numbers // max(1, self.columns))
         for start in range(0, len(self), step):
             rows = slice(start, start + step)
             yield rows, self[rows]
 
 
-def cut_out(runs: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
-    """Rows ``start`` to ``stop`` of runs of rows [n, K], one run after the other: views."""
-    for run in runs:
-        if start < min(stop, len(run)):
-            yield run[start:stop] if start > 0 or stop < len(run) else run
-        start, stop = max(0, start - len(run)), stop - len(run)
+def cut_out(row_blocks: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
+    """Rows ``start`` to ``stop`` of blocks of rows [n, K], one block after the other: views."""
+    for block in row_blocks:
+        if start < min(stop, len(block)):
+            yield block[start:stop] if start > 0 or stop < len(block) else block
+        start, stop = max(0, start - len(block)), stop - len(block)
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:

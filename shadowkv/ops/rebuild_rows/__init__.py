@@ -1,1 +1,2 @@
-"""Sealed pages of one sequence as the plain rows that attention reads: keys rebuilt, with RoPE, values dequantised."""
+"""Compressed pages of one sequence as the plain rows that attention reads: keys rebuilt, with RoPE, values
+dequantised."""

@@ -1,4 +1,4 @@
-"""Rows of sealed pages in PyTorch, with every chunk selected."""
+"""Rows of compressed pages in PyTorch, with every chunk selected."""
 
 from __future__ import annotations
 

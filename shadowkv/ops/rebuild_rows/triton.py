@@ -1,4 +1,4 @@
-"""Rows of sealed pages in Triton, one page of one head at a time: every stored byte is read once."""
+"""Rows of compressed pages in Triton, one page of one head at a time: every stored byte is read once."""
 
 from __future__ import annotations
 

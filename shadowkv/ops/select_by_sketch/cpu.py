@@ -28,7 +28,7 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Same as the reference; names of pages past the valid ones are not read.
+    """Same as the reference; ids of pages past the valid ones are not read.
 
     The head dim is at most 256.
     """

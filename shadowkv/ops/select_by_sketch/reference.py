@@ -99,7 +99,7 @@ def select_by_sketch(
         coarse: float16 [B, H, 8 P], of ``sign_scores``.
         signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
         scale: uint8 [N, H, 64], codes; 0 marks tokens that may not be selected.
-        pages: int64 [B, P]; names past the valid pages may be any existing page.
+        pages: int64 [B, P]; ids past the valid pages may be any existing page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
         budget: int64 [B], number of top-k chunks, an upper limit for rows that sample (see ``systematic_sample``);
             together with the sampled ones at most ``k``. Nothing is sampled for a row whose budget is 0.
@@ -143,12 +143,12 @@ def select_by_sketch(
     runs = _numbers(kept, width)
     head = torch.arange(heads, device=device)[:, None]
     at_run = runs.clamp(min=0)
-    names = pages.gather(1, (at_run * RUN // PAGE).flatten(1)).view_as(runs)
+    page_ids = pages.gather(1, (at_run * RUN // PAGE).flatten(1)).view_as(runs)
     first = at_run * RUN % PAGE
 
     def of_runs(field: Tensor) -> Tensor:
         """Gathers [B, H, width, RUN, ...] from [N, H, 64, ...]: the tokens of each run."""
-        return field[names.unsqueeze(-1), head.unsqueeze(-1), first.unsqueeze(-1) + torch.arange(RUN, device=device)]
+        return field[page_ids.unsqueeze(-1), head.unsqueeze(-1), first.unsqueeze(-1) + torch.arange(RUN, device=device)]
 
     codes = 2 * plane_bits(of_runs(signs), bits) + plane_bits(of_runs(rest), bits)
     levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, 8 S]

@@ -13,7 +13,7 @@ __all__ = ["missing", "sign_scores", "supports"]
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Same as the reference, to the last bit of finite scores; names of pages past the valid ones are not read.
+    """Same as the reference, to the last bit of finite scores; ids of pages past the valid ones are not read.
 
     The head dim is at most 256.
     """

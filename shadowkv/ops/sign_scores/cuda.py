@@ -33,7 +33,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     """Same as the reference, to the last bit of float16.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Pages past the
-    valid ones are not read, nor are their names. The kernel copies pages while the previous launch is still running,
+    valid ones are not read, nor are their ids. The kernel copies pages while the previous launch is still running,
     which may write ``queries`` but none of the other arguments.
 
     On an H200 with head dim 128 and 8 kv heads of 4 query heads, including ``sketch_queries``: 63 rows of 61440 tokens

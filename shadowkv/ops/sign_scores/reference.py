@@ -102,7 +102,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
         queries: B rows of H_q heads.
         signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
         scale: uint8 [N, H, 64], as ``encode_scale`` makes them; excluded tokens count as a score of 0.
-        pages: int64 [B, P]; names past the valid pages may be any existing page.
+        pages: int64 [B, P]; ids past the valid pages may be any existing page.
         num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
 
     Returns:
@@ -111,10 +111,10 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     whole, unit = queries.rounded_of_heads(signs.shape[1])
     batch, bits = len(whole), whole.shape[-1]
     parts = []
-    for names in pages.split(max(1, UNPACKED_AT_ONCE // max(1, batch)), dim=1):
-        levels = 2 * plane_bits(signs[names], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
+    for page_ids in pages.split(max(1, UNPACKED_AT_ONCE // max(1, batch)), dim=1):
+        levels = 2 * plane_bits(signs[page_ids], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
         scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
-        scores *= decode_scale(scale[names]).transpose(1, 2).flatten(2)
+        scores *= decode_scale(scale[page_ids]).transpose(1, 2).flatten(2)
         parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
     best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
     beyond = torch.arange(best.shape[-1], device=best.device) >= PAGE // RUN * num_pages[:, None, None]

@@ -68,11 +68,11 @@ def _sketch_keys(
     column, token, dim = tl.arange(0, 8 * BYTES), tl.arange(0, TOKENS), tl.arange(0, DIM_BLOCK)
     used = (column % BYTES < DIM // 8)[None, :]
     entry = dim[:, None] * DIM + (column // BYTES * (DIM // 8) + column % BYTES)[None, :]
-    name = tl.load(pages + page)
+    page_id = tl.load(pages + page)
     state = tl.load(states) if SHARED else tl.load(states + page)
     byte, bit = tl.arange(0, BYTES)[None, :], tl.arange(0, 8)[None, :, None]
-    plane = layer * plane_layer + name * plane_page + token[:, None] * WIDTH + byte
-    scale_row = scale + layer * scale_layer + name * scale_page + token
+    plane = layer * plane_layer + page_id * plane_page + token[:, None] * WIDTH + byte
+    scale_row = scale + layer * scale_layer + page_id * scale_page + token
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token + dim[None, :]
     centre_row = mean + layer * mean_layer + state * mean_state + dim
     map_of_state = maps + layer * map_layer + state * map_state + entry

@@ -79,7 +79,7 @@ class Chains:
                 return steps, None
             at = parent
             for sequence, held in at.holders.items():
-                alike = held >= stop and bool(sequence.path) == at.sealed
+                alike = held >= stop and bool(sequence.path) == at.compressed
                 if alike and self._cache.fork_point(sequence, stop * PAGE) == stop * PAGE:
                     return steps, sequence
         return None

@@ -107,7 +107,7 @@ class DiskReports:
         except ValueError as error:
             logger.warning("the snapshot %s is not served: %s", entry.name, error)
             return False
-        size = header.start, header.length, *header.runs
+        size = header.start, header.length, *header.pieces
         if size != (head.start, head.length, head.layers, head.layer_bytes) or header.form != self._form:
             logger.warning("the snapshot %s is not served: its header is of another", entry.name)
             return False

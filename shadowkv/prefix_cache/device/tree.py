@@ -1,6 +1,6 @@
 """A radix tree over pages of token ids, and which sequences can be forked after which of them.
 
-A node is a run of pages that were computed together after a page of its parent. Its first page's name stands for
+A node is pages that were computed together after a page of its parent. Its first page's name stands for
 all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
 have the same tokens, where several requests computed them at once: the longest match is taken.
 """
@@ -22,7 +22,8 @@ class Node:
     Attributes:
         parent: the node it continues; None at the root.
         names: of its pages.
-        sealed: whether they are in the policy's compressed form; dense pages with the same tokens are another node's.
+        compressed: whether they are in the policy's compressed form; dense pages with the same tokens are another
+            node's.
         holders: sequences that have its pages, and the page up to which they have them.
         children: nodes that begin behind one of its pages.
         origin: what names of its prompt build on.
@@ -35,7 +36,7 @@ class Node:
     parent: Node | None
     first: int
     names: list[str]
-    sealed: bool
+    compressed: bool
     holders: dict[CachedSequence, int] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
     origin: str = ""
@@ -94,24 +95,24 @@ class PrefixTree:
     def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
         """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its path."""
         self.changes += 1
-        sealed = bool(sequence.path)
+        compressed = bool(sequence.path)
         path = self._paths.setdefault(sequence, [])
-        if path and path[0].sealed != sealed:  # compressed since: it no longer has the dense pages
+        if path and path[0].compressed != compressed:  # compressed since: it no longer has the dense pages
             self.forget(sequence)
             path = self._paths.setdefault(sequence, [])
         covered = path[-1].holders[sequence] if path else 0
         if covered < pages:
             node = path[-1] if path else None
             if node is None or not self._can_grow(node, covered):
-                node = self._insert(Node(node, covered, [], sealed, origin=names.origin), names[covered])
+                node = self._insert(Node(node, covered, [], compressed, origin=names.origin), names[covered])
                 path.append(node)
             node.names += names[covered:pages]
             node.holders[sequence] = node.end
         return path
 
-    def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
+    def plant(self, parent: Node | None, first: int, names: list[str], compressed: bool, origin: str) -> Node:
         """Adds a node without holders; the caller has to add its copy."""
-        return self._insert(Node(parent, first, names, sealed, origin=origin), names[0])
+        return self._insert(Node(parent, first, names, compressed, origin=origin), names[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
@@ -124,7 +125,7 @@ class PrefixTree:
         self._paths[child] = []
         if bool(child.path) == bool(parent.path):
             for node in self._paths.get(parent, ()):
-                if node.first < pages and node.sealed == bool(child.path):
+                if node.first < pages and node.compressed == bool(child.path):
                     self.join(child, node, min(node.holders[parent], pages))
 
     def join(self, sequence: CachedSequence, node: Node, end: int) -> None:

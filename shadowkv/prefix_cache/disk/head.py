@@ -66,7 +66,7 @@ class Head:
         parent_uid: uid of the parent's bytes that it was computed on, "" without one.
         start: position of its first token.
         length: number of tokens from the prompt's first to its last.
-        layers: of the model; the data are as many runs of bytes. 1 where layers differ in size: all are in one run.
+        layers: of the model; the data are as many pieces. 1 where layers differ in size: all are in one piece.
         layer_bytes: length of each.
         header: what the cache needs to load the data, a JSON object that is not interpreted here.
         key: digest of everything the bytes depend on.

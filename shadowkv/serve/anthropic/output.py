@@ -31,7 +31,7 @@ class MessageOutput:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._block: dict[str, Any] | None = None
-        self._said: list[str] = []  # the block's text: joined at its end, as answers may be long
+        self._sent: list[str] = []  # the block's text: joined at its end, as answers may be long
         self._call = -1
         self.answer: dict[str, Any] = {
             "id": job.id,
@@ -66,18 +66,18 @@ class MessageOutput:
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         if piece.thought:
-            yield from self._tell("thinking", piece.thought, signature="")
+            yield from self._delta("thinking", piece.thought, signature="")
         if piece.text:
-            yield from self._tell("text", piece.text)
+            yield from self._delta("text", piece.text)
         for part in piece.calls:
             yield from self._argue(part)
 
-    def _tell(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
+    def _delta(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
         """More of the text or of the thoughts."""
         delta, name = DELTAS[kind]
         if self._block is None or self._block["type"] != kind:
             yield from self._open({"type": kind, name: "", **fields})
-        self._said.append(text)
+        self._sent.append(text)
         yield self._event("content_block_delta", delta={"type": delta, name: text})
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
@@ -86,7 +86,7 @@ class MessageOutput:
             self._call = part.index
             yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
         if part.arguments:
-            self._said.append(part.arguments)
+            self._sent.append(part.arguments)
             delta = {"type": "input_json_delta", "partial_json": part.arguments}
             yield self._event("content_block_delta", delta=delta)
 
@@ -98,7 +98,7 @@ class MessageOutput:
 
     def _close(self) -> Iterator[Event]:
         """The end of the current block, if there is one."""
-        block, text = self._block, "".join(self._said)
+        block, text = self._block, "".join(self._sent)
         if block is None:
             return
         if block["type"] == "tool_use":
@@ -106,7 +106,7 @@ class MessageOutput:
         else:
             block[DELTAS[block["type"]][1]] = text
         yield self._event("content_block_stop")
-        self._block, self._said = None, []
+        self._block, self._sent = None, []
 
     def _end(self, piece: Piece) -> Iterator[Event]:
         yield from self._close()

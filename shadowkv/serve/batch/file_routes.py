@@ -19,7 +19,7 @@ from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import Answer, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import OUTPUT, Record, Store, storage_failed
+from shadowkv.serve.storage.store import OUTPUT, Record, RecordStore, storage_failed
 
 URL = "/v1/files"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -74,7 +74,7 @@ class DeletedFile(Answer):
     deleted: Literal[True]
 
 
-def file_routes(settings: ServerSettings, store: Store) -> APIRouter:
+def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
@@ -144,7 +144,7 @@ def _check_origin(request: Request, settings: ServerSettings) -> None:
         raise ApiError(f"pages of {origin} may not send files here (--allowed-origins)", code="origin_not_allowed")
 
 
-def _keep(store: Store, owner: str, file: UploadFile, name: str, purpose: str) -> Record:
+def _keep(store: RecordStore, owner: str, file: UploadFile, name: str, purpose: str) -> Record:
     with store.new_file() as path:
         with path.open("wb") as target:
             shutil.copyfileobj(file.file, target)

@@ -23,7 +23,7 @@ from shadowkv.serve.bodies.body import Body, wrong
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, Answer, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import Record, Store, storage_failed
+from shadowkv.serve.storage.store import Record, RecordStore, storage_failed
 
 URL = f"{MESSAGES_URL}/batches"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -95,7 +95,7 @@ class MessageBatchRequest(Body):
     ]
 
 
-def message_batch_routes(settings: ServerSettings, store: Store) -> APIRouter:
+def message_batch_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=BodyRoute)
 
@@ -139,14 +139,14 @@ def message_batch_routes(settings: ServerSettings, store: Store) -> APIRouter:
     return router
 
 
-async def _ended(request: Request, store: Store, id: str) -> Record:
+async def _ended(request: Request, store: RecordStore, id: str) -> Record:
     record = await of_record(request, store, "message_batch", id)
     if record.value["ended_at"] is None:
         raise ApiError("this batch has not ended: wait for it, or cancel it", code="not_ended")
     return record
 
 
-def _keep(store: Store, owner: str, requests: list[MessageRequest]) -> Record:
+def _keep(store: RecordStore, owner: str, requests: list[MessageRequest]) -> Record:
     """Keeps a batch with its requests, in the form of a batch file."""
     id = f"msgbatch_{secrets.token_hex(16)}"
     lines = [

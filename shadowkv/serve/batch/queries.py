@@ -10,20 +10,20 @@ from fastapi import Request
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.owners import owner_of
-from shadowkv.serve.storage.store import Kind, Record, Store
+from shadowkv.serve.storage.store import Kind, Record, RecordStore
 
 PAGE, MOST = 20, 100
 """Records of a page that does not say how many, and at most."""
 
 
-async def of_record(request: Request, store: Store, kind: Kind, id: str) -> Record:
+async def of_record(request: Request, store: RecordStore, kind: Kind, id: str) -> Record:
     """The record of that id of the request's key; raises ApiError if there is none."""
     return await asyncio.to_thread(store.get, owner_of(request), kind, id)
 
 
 async def listed(
     request: Request,
-    store: Store,
+    store: RecordStore,
     kind: Kind,
     shown: Callable[[Record], dict[str, Any]],
     after: str = "after",

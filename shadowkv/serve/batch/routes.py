@@ -18,7 +18,7 @@ from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.routing import FOR_EVERY_BODY, Answer, BodyRoute, responses
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.responses.protocol import Metadata
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import Record, RecordStore
 
 URL = "/v1/batches"
 STATUSES = (400, 401, 404, 429, 500, 503)
@@ -100,7 +100,7 @@ class BatchRequest(Body):
     metadata: Metadata = Field({})
 
 
-def batch_routes(settings: ServerSettings, store: Store) -> APIRouter:
+def batch_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=BodyRoute)
 

@@ -26,7 +26,7 @@ from shadowkv.serve.batch.run import BatchRun
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.owners import set_prompt_owner, set_tenant
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, Store
+from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, RecordStore
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -71,7 +71,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, store: Store, engine: EngineClient, model: str, settings: ServerSettings, metrics: Metrics
+        self, store: RecordStore, engine: EngineClient, model: str, settings: ServerSettings, metrics: Metrics
     ) -> None:
         self._store, self._engine = store, engine
         self._answers = LineAnswers(engine, model, settings, metrics)

@@ -17,7 +17,7 @@ from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import BodyRefused, as_api_error
 from shadowkv.serve.http.owners import current_tenant, owner_of
 from shadowkv.serve.http.replies import unless_disconnected
-from shadowkv.serve.storage.store import Store
+from shadowkv.serve.storage.store import RecordStore
 
 B = TypeVar("B", bound=Body)
 
@@ -76,7 +76,7 @@ async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
         body = await bodies.read(raw, model, current_tenant())
     except HasDocuments:
         documents: BodyReader = state.documents
-        store: Store = state.store
+        store: RecordStore = state.store
         here = Attachments(store.folder_of(owner_of(request)))
         body = await documents.apart(raw, partial(read_body, model=model, documents=here), current_tenant())
     if (named := getattr(body, "model", None)) is not None:

@@ -189,8 +189,10 @@ async def _prepare(
         except RequestError as error:
             if not request.calls_are_forced:
                 raise
-            told = as_api_error(error)
-            raise ApiError(f"tools: {told.message}", status=told.status, param="tools", code=told.code) from error
+            refusal = as_api_error(error)
+            raise ApiError(
+                f"tools: {refusal.message}", status=refusal.status, param="tools", code=refusal.code
+            ) from error
 
     record = current_record()
     owner, tenant = prompt_owner(), current_tenant()

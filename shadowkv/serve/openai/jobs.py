@@ -159,9 +159,9 @@ class Job:
         token_ids: list[list[int]] = [[] for _ in range(count)]
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
-                thought, said = self._split(index, output)
+                thought, text = self._split(index, output)
                 thoughts[index].append(thought)
-                texts[index].append(said)
+                texts[index].append(text)
                 logprobs[index] += output.logprobs or ()
                 selections[index] += output.selections or ()
                 token_ids[index] += output.token_ids
@@ -183,7 +183,7 @@ class Job:
         return pieces
 
     def _split(self, index: int, output: TextOutput) -> tuple[str, str]:
-        """What of an output is thought, and what is said; the tokens of thoughts are counted."""
+        """The thoughts and the text of an output; the tokens of thoughts are counted."""
         reasoning = self.reasoning[index]
         if reasoning is None:
             return "", output.text
@@ -192,16 +192,16 @@ class Job:
             self.thinking_tokens += len(output.token_ids)
         return parts
 
-    def _read(self, index: int, thought: str, said: str, end: str | None) -> Piece:
-        """More of a choice, what is said split into text and calls, and how the choice has ended, if it has."""
+    def _read(self, index: int, thought: str, text: str, end: str | None) -> Piece:
+        """More of a choice, split into text and calls, and how the choice has ended, if it has."""
         parser = self.parsers[index]
         if parser is None:
-            return Piece(index, said, finish_reason=end, thought=thought)
-        said, calls = parser.push(said, end is not None)
+            return Piece(index, text, finish_reason=end, thought=thought)
+        text, calls = parser.push(text, end is not None)
         if self.request.one_call:
             calls = [part for part in calls if part.index == 0]
         reason = "tool_calls" if end == "stop" and parser.calls else end
-        return Piece(index, said, finish_reason=reason, calls=calls, thought=thought)
+        return Piece(index, text, finish_reason=reason, calls=calls, thought=thought)
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; the choices of one prompt share its tokens. Those of thoughts are part of them where

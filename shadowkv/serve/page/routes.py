@@ -104,7 +104,7 @@ class Segment(Answer):
     uid: str
     first: int
     tokens: int
-    sealed: bool
+    compressed: bool
     running: bool
     tiers: list[str]
 

@@ -11,7 +11,7 @@ from typing import Any
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.responses.output import ResponseOutput
-from shadowkv.serve.storage.store import Record, Store
+from shadowkv.serve.storage.store import Record, RecordStore
 
 UNFINISHED = ("queued", "in_progress")
 """States of a response that has no answer yet."""
@@ -32,7 +32,7 @@ NOT_FOUND = 404
 class Background:
     """The responses at work in this process, all of which ``store`` keeps."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RecordStore) -> None:
         self._store = store
         self._owners: dict[asyncio.Task[None], str] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
@@ -133,7 +133,7 @@ class Background:
         self, record: Record, response: dict[str, Any], states: tuple[str, ...], content: int | None = None
     ) -> dict[str, Any]:
         """Keeps ``response`` instead of one that is in one of ``states``; returns what is kept then. ``content`` is
-        that of ``Store.change``."""
+        that of ``RecordStore.change``."""
 
         def change(value: dict[str, Any]) -> bool:
             if value["response"]["status"] in states:

@@ -9,7 +9,7 @@ import msgspec
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.limits import MAX_MESSAGES
-from shadowkv.serve.storage.store import Store
+from shadowkv.serve.storage.store import RecordStore
 
 decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 """A body's fields, each as its JSON: what it says is for ``read_body`` to check."""
@@ -32,7 +32,7 @@ class History:
         limit: bytes of the longest body: a conversation is one.
     """
 
-    def __init__(self, store: Store, owner: str, limit: int) -> None:
+    def __init__(self, store: RecordStore, owner: str, limit: int) -> None:
         self._store, self._owner, self._limit = store, owner, limit
 
     def continued(self, raw: bytes, previous: str) -> bytes:

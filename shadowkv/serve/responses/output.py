@@ -35,7 +35,7 @@ class ResponseOutput:
         self._keep = None if job.body.background else job.body.keep  # in the background, it is kept from its beginning
         self._functions = job.body.functions
         self._item: dict[str, Any] | None = None
-        self._said: list[str] = []  # the item's text: joined at its end, as answers may be long
+        self._sent: list[str] = []  # the item's text: joined at its end, as answers may be long
         self._scores: list[dict[str, Any]] = []  # of its tokens
         self._is_thinking = self._thinks()
         self._new_scores: list[dict[str, Any]] = []  # of those whose text has not come yet
@@ -81,9 +81,9 @@ class ResponseOutput:
         else:
             self._new_scores = []
         if piece.thought:
-            yield from self._tell("reasoning", "reasoning_text", piece.thought)
+            yield from self._delta("reasoning", "reasoning_text", piece.thought)
         if piece.text:
-            yield from self._tell("message", "output_text", piece.text)
+            yield from self._delta("message", "output_text", piece.text)
         for part in piece.calls:
             yield from self._argue(part)
 
@@ -92,7 +92,7 @@ class ResponseOutput:
         reasoning = self._job.reasoning[0]
         return reasoning is not None and reasoning.is_thinking
 
-    def _tell(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
+    def _delta(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
         """More of a message's text, or of the thoughts."""
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
@@ -103,7 +103,7 @@ class ResponseOutput:
             yield self._of_item("content_part.added", content_index=0, part=item["content"][0])
         assert self._item is not None
         if text:
-            self._said.append(text)
+            self._sent.append(text)
             yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **self._logprobs(part_kind))
 
     def _logprobs(self, part_kind: str) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class ResponseOutput:
             yield self._of_item("output_item.added", item=self._item)
         assert self._item is not None
         if part.arguments:
-            self._said.append(part.arguments)
+            self._sent.append(part.arguments)
             yield self._of_item("function_call_arguments.delta", delta=part.arguments)
 
     def _write(self) -> None:
         """Writes what was generated so far into the current item."""
-        item, text = self._item, "".join(self._said)
+        item, text = self._item, "".join(self._sent)
         if item is not None and item["type"] == "function_call":
             item["arguments"] = text
         elif item is not None:
@@ -146,8 +146,8 @@ class ResponseOutput:
         self._write()
         item["status"] = status
         if item["type"] == "function_call":
-            said = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._of_item("function_call_arguments.done", **said)
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_item("function_call_arguments.done", **call)
         else:
             part = item["content"][0]
             done = {"content_index": 0, "text": part["text"]}
@@ -156,11 +156,11 @@ class ResponseOutput:
             yield self._of_item(f"{part['type']}.done", **done)
             yield self._of_item("content_part.done", content_index=0, part=part)
         yield self._of_item("output_item.done", item=item)
-        self._item, self._said, self._scores = None, [], []
+        self._item, self._sent, self._scores = None, [], []
 
     def _end(self, reason: str) -> Iterator[Event]:
         if not self.answer["output"]:
-            yield from self._tell("message", "output_text", "")
+            yield from self._delta("message", "output_text", "")
         status = "incomplete" if reason == "length" else "completed"
         yield from self._close(status)
         usage, thinking = self._job.usage(), self._job.thinking_tokens

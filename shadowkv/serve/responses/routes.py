@@ -24,7 +24,7 @@ from shadowkv.serve.responses.background import Background
 from shadowkv.serve.responses.history import History, input_items
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
-from shadowkv.serve.storage.store import Store
+from shadowkv.serve.storage.store import RecordStore
 
 if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Responses(EventChat):
 
 
 def responses_routes(
-    tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: Store, background: Background
+    tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: RecordStore, background: Background
 ) -> APIRouter:
     """The routes; answers are kept in ``store``, if that is on, and made in ``background`` where a request asks for
     that."""

@@ -61,7 +61,7 @@ class Record:
     value: Any
 
 
-class Store:
+class RecordStore:
     """The records of all owners.
 
     Args:

@@ -121,16 +121,16 @@ function newTier(name) {
 function blocks(list, segments) {
   const there = new Map([...list.children].map((item) => [item.dataset.uid, item]));
   const items = segments.map((segment) => {
-    const { uid, first, tokens, sealed, running } = segment;
+    const { uid, first, tokens, compressed, running } = segment;
     if (!numbers.has(uid)) numbers.set(uid, numbers.size + 1);
     const item = there.get(uid) ?? make("li");
     item.dataset.uid = uid;
     item.textContent = numbers.get(uid);
-    item.className = `${sealed ? "sealed" : ""} ${running ? "running" : ""}`.trim();
+    item.className = `${compressed ? "compressed" : ""} ${running ? "running" : ""}`.trim();
     item.style.flexGrow = Math.sqrt(tokens);
     item.style.flexBasis = `${Math.min(100, Math.sqrt(tokens))}px`;
     item.title = `Run ${numbers.get(uid)}: tokens ${count(first)} to ${count(first + tokens - 1)} of a prompt, `
-      + `${sealed ? "compressed" : "exact"}${running ? ", in use" : ""}`;
+      + `${compressed ? "compressed" : "exact"}${running ? ", in use" : ""}`;
     return item;
   });
   if (items.some((item, at) => list.children[at] !== item) || items.length !== list.children.length) {

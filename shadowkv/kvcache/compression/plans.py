@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.pool import SequencePool
@@ -23,22 +23,24 @@ class StoragePlan:
 
     Attributes:
         length: tokens of the sequence, including them.
-        before, sealed: tokens that are sealed already, and those that are sealed now.
+        before, compressed: tokens that are compressed already, and those that are compressed now.
         fits: whether their segment is new: its state is to be fitted.
         state: int64 [1], the state of their segment.
         observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
             when a dense sequence is compressed; None where there is none.
-        pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
-        page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
+        pages, value_pages: int64 [compressed / 64], ids of the pages that they go to.
+        page_starts: int64 [compressed / 64], positions of the first tokens of these pages.
         static: where the sink and the outliers of a new segment go.
-        tail: where the exact tokens that the sequence already has are; those that are sealed now come from there first.
-        exact: where the newest tokens go: those that are not sealed, and of them as many as the window's ring holds.
+        tail: where the exact tokens that the sequence already has are; those that are compressed now come from there
+            first.
+        exact: where the newest tokens go: those that are not compressed, and of them as many as the window's ring
+            holds.
         cached: the segments that the sequence has already.
     """
 
     length: int
     before: int
-    sealed: int
+    compressed: int
     fits: bool
     state: Tensor
     observed: Tensor | None
@@ -67,19 +69,19 @@ class StoragePlanner:
 
     def _plan(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], StoragePlan]:
         """The same for one sequence, once its ``numbers`` are on the device."""
-        start, before = sequence.length, sequence.sealed
+        start, before = sequence.length, sequence.compressed
         length = start + count
-        after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
+        after = self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
         tail_ring = sequence.ring if sequence.path else sequence.dense
         tail_start = before if sequence.window is None else sequence.window_start(start) // PAGE * PAGE
         tail = exact_rows(numbers, tail_ring, tail_start, start)
         cached = [self._cached(numbers, segment) for segment in sequence.path]
         if after.fits:
             self.pool.begin_segment(sequence, length)
-        sealed, reserve = after.tokens - before, sequence.sealed_reserve
+        compressed, reserve = after.tokens - before, sequence.compressed_reserve
         values = sequence.host_reserve if self.layout.host_fields else reserve
-        pages, value_pages = (numbers.add(names[: sealed // PAGE]) for names in (reserve, values))
-        page_starts = numbers.add(np.arange(before, before + sealed, PAGE))
+        pages, value_pages = (numbers.add(page_ids[: compressed // PAGE]) for page_ids in (reserve, values))
+        page_starts = numbers.add(np.arange(before, before + compressed, PAGE))
         segment, reserved = sequence.path[-1] if sequence.path else None, sequence.state_reserve
         learning = None
         if after.fits and segment is not None and segment.state is not None:
@@ -89,7 +91,7 @@ class StoragePlanner:
         static_tokens = segment.static_tokens if segment is not None and after.fits else 0
         static = exact_rows(numbers, segment.static if segment is not None else [], 0, static_tokens)
         ring = sequence.dense if segment is None else sequence.ring
-        first_exact = after.tokens if sealed else start
+        first_exact = after.tokens if compressed else start
         if sequence.window is not None:
             first_exact = max(start, PAGE * (-(-length // PAGE) - len(ring)))  # as many as the ring holds
         exact = exact_rows(numbers, ring, first_exact, length)
@@ -98,7 +100,7 @@ class StoragePlanner:
         return lambda x: StoragePlan(
             length=length,
             before=before,
-            sealed=sealed,
+            compressed=compressed,
             fits=after.fits,
             state=x[state],
             observed=None if observed is None else x[observed],
@@ -118,11 +120,11 @@ class StoragePlanner:
         of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
         static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
-        names = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
+        ids = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
 
         def on_device(x: Tensor) -> CachedSegment:
             slot, state, first, num_pages, num_chunks = x[of_segment].split(1)
-            sealed = SealedBatch(
+            compressed = CompressedBatch(
                 slots=slot,
                 states=state,
                 first=first,
@@ -133,6 +135,6 @@ class StoragePlanner:
                 budget=num_chunks,
                 max_budget=chunks,
             )
-            return CachedSegment(sealed, static(x), names)
+            return CachedSegment(compressed, static(x), ids)
 
         return on_device

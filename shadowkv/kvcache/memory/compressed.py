@@ -1,5 +1,5 @@
-"""Sealed pages and fitted states, by name and layer: what parts may touch of a cache's memory, and which of the pages
-a batch's rows have.
+"""Compressed pages and fitted states, by name and layer: what parts may touch of a cache's memory, and which of the
+pages a batch's rows have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sampling import Sampling
 
 
-class SealedStore:
+class CompressedStore:
     """Tensors by name and layer of a group of layers, and what else parts compute with.
 
     Args:
@@ -29,7 +29,7 @@ class SealedStore:
         rotary: tables for the positions of its tokens.
         layers: which layers of the model they are: parts count those of the group.
         compute: the device that it computes on.
-        page: per field [num_layers, names, *field.shape], sealed pages.
+        page: per field [num_layers, page ids, *field.shape], compressed pages.
         state: per field [num_layers, states, *field.shape], fitted states.
     """
 
@@ -66,16 +66,16 @@ class SealedStore:
 
 
 @dataclass(frozen=True)
-class SealedBatch:
-    """Sealed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
+class CompressedBatch:
+    """Compressed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
 
     Attributes:
         slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
         states: int64 [R], their fitted states.
         first: int64 [R], positions of their first tokens.
-        pages: int64 [R, P], names of their sealed pages; anything past a segment's end.
-        value_pages: int64 [R, P], names of the pages that hold ``values``.
-        num_pages: int64 [R], sealed pages of each; ragged.
+        pages: int64 [R, P], ids of their compressed pages; anything past a segment's end.
+        value_pages: int64 [R, P], ids of the pages that hold ``values``.
+        num_pages: int64 [R], compressed pages of each; ragged.
         num_chunks: int64 [R], their chunks.
         budget: int64 [R], chunks to select by top-k per kv head.
         max_budget: no row selects more, top-k and sampled.
@@ -102,7 +102,7 @@ class SealedBatch:
     span: tuple[Tensor, Tensor] | None = None
     most: Tensor | None = None
 
-    def part(self, rows: slice) -> SealedBatch:
+    def part(self, rows: slice) -> CompressedBatch:
         """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
         assert self.sampling is None and self.span is None
         names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")

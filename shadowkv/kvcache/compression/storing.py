@@ -1,4 +1,5 @@
-"""Storing: exact tokens and new ones are written as planned, sealed on states that are fitted first where they are new.
+"""Storing: exact tokens and new ones are written as planned, compressed on states that are fitted first where they are
+new.
 
 Prefill stores a prompt's tokens with it, decode the tails that have outgrown their sequence's last state.
 """
@@ -10,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE, FittedTokens, SealedTokens
+from shadowkv.kvcache.compression.pages import Compression
+from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
+from shadowkv.kvcache.compression.rebuilt import RebuiltTokens
+from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE, CompressedTokens, FittedTokens
 from shadowkv.kvcache.policy.growth import fitted_with_earlier
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sealing.pages import Sealing
-from shadowkv.kvcache.sealing.plans import StoragePlan, StoragePlanner
-from shadowkv.kvcache.sealing.rebuilt import RebuiltTokens
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 
 class Storing:
@@ -26,11 +27,11 @@ class Storing:
 
     Attributes:
         planner: says where they go.
-        rebuilt: what is sealed already, as plain keys and values.
+        rebuilt: what is compressed already, as plain keys and values.
     """
 
-    def __init__(self, store: Store, pool: SequencePool, sealing: Sealing) -> None:
-        self.store, self.pool, self.sealing = store, pool, sealing
+    def __init__(self, store: GroupStore, pool: SequencePool, compression: Compression) -> None:
+        self.store, self.pool, self.compression = store, pool, compression
         self.layout, self.parts, self.ops = store.layout, store.layout.parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.planner, self.rebuilt = StoragePlanner(pool), RebuiltTokens(store)
@@ -43,12 +44,12 @@ class Storing:
     def store_tokens(
         self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, Tensor, Tensor]]
     ) -> None:
-        """Stores, in some layers, tokens of sequences that are sealed alike, equally many of each: those that were
+        """Stores, in some layers, tokens of sequences that are compressed alike, equally many of each: those that were
         exact and the new ones, as keys, RoPE-rotated keys and values [L, n, H, d]."""
-        count = plans[0].sealed
+        count = plans[0].compressed
         joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
         keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
-        self._seal(layers, plans, keys, rope_keys, values)
+        self._compress(layers, plans, keys, rope_keys, values)
         for i, plan in enumerate(plans):
             self.store.write_tokens(layers, plan.exact, rope_keys[:, i, count:], values[:, i, count:])
 
@@ -56,23 +57,23 @@ class Storing:
         """Makes the new tokens part of their sequence, once all layers have stored them."""
         self.pool.await_layers(sequence)
         self.pool.tables.length[sequence.slot] = plan.length
-        if plan.sealed:
-            self.pool.seal(sequence, plan.before + plan.sealed)
+        if plan.compressed:
+            self.pool.compress(sequence, plan.before + plan.compressed)
 
-    def seal_tails(self, sequences: list[CachedSequence]) -> None:
+    def compress_tails(self, sequences: list[CachedSequence]) -> None:
         """Turns the tails of sequences that have outgrown their last states, if they have one, into segments with
         states of their own: those that are alike together."""
         alike: dict[tuple[int, ...], list[tuple[CachedSequence, StoragePlan]]] = {}
         plans = self.planner.plan([(sequence, 0) for sequence in sequences])
         for sequence, plan in zip(sequences, plans, strict=True):
-            key = len(plan.tail.pages), plan.sealed, plan.fits, plan.before
+            key = len(plan.tail.pages), plan.compressed, plan.fits, plan.before
             alike.setdefault(key, []).append((sequence, plan))
         for (tail, *_), same in alike.items():
             together = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // tail))
             for start in range(0, len(same), together):
-                self._seal_tails(same[start : start + together], tail)
+                self._compress_tails(same[start : start + together], tail)
 
-    def _seal_tails(self, tails: list[tuple[CachedSequence, StoragePlan]], length: int) -> None:
+    def _compress_tails(self, tails: list[tuple[CachedSequence, StoragePlan]], length: int) -> None:
         shape = self.shape
         step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
         for layers in self.layout.portions(step):
@@ -90,10 +91,12 @@ class Storing:
             sequence.observed = False
             self.commit(sequence, plan)
 
-    def _seal(self, layers: slice, plans: list[StoragePlan], keys: Tensor, rope_keys: Tensor, values: Tensor) -> None:
-        """Seals the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
-        first = plans[0]  # the others are sealed alike
-        states, count, excluded = torch.cat([plan.state for plan in plans]), first.sealed, None
+    def _compress(
+        self, layers: slice, plans: list[StoragePlan], keys: Tensor, rope_keys: Tensor, values: Tensor
+    ) -> None:
+        """Compresses the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
+        first = plans[0]  # the others are compressed alike
+        states, count, excluded = torch.cat([plan.state for plan in plans]), first.compressed, None
         if first.fits:
             seen = keys
             few = fitted_with_earlier(first.before, first.before + keys.shape[2])
@@ -115,7 +118,7 @@ class Storing:
         tokens = (_in_pages(x, count) for x in (keys, rope_keys, values))
         names = ("page_starts", "pages", "value_pages")
         where = (torch.cat([getattr(plan, name) for plan in plans]) for name in names)
-        self.sealing.write(SealedTokens(layers, states, *where, *tokens), excluded)
+        self.compression.write(CompressedTokens(layers, states, *where, *tokens), excluded)
 
     def _behind_exact(
         self, layers: slice, plan: StoragePlan, keys: Tensor, rope_keys: Tensor, values: Tensor
@@ -132,7 +135,7 @@ class Storing:
         return first, second, third
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
-        """Keys before RoPE [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
+        """Keys before RoPE [L, n, H, d] of all that a sequence has compressed, rebuilt: new tokens that are too few
         for a subspace of their own share one with those."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):

@@ -1,4 +1,4 @@
-"""What a cached segment has sealed, as plain keys and values in long spans: what a later turn's tokens attend to.
+"""What a cached segment has compressed, as plain keys and values in long spans: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention does not depend on order, so
 that a block needs no mask. Values on the host cross the bus one span ahead of attention.
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.memory.sealed import SealedBatch
+from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.store import CachedSegment, Store
+from shadowkv.kvcache.sequences.store import CachedSegment, GroupStore
 
 SPAN_PAGES = 512
 """Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
 
 
 class RebuiltTokens:
-    """Sealed tokens of one segment at a time."""
+    """Compressed tokens of one segment at a time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: GroupStore) -> None:
         self.store, self.parts, self.ops = store, store.layout.parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.across_bus = self.spec.place == "host"
@@ -60,7 +60,7 @@ class RebuiltTokens:
             block[:, head, exact_rows[i]] = exact
             yield block[0, :, :count], block[1, :, :count]
 
-    def _rows_of_exact(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
+    def _rows_of_exact(self, layer: int, row: CompressedBatch, static_tokens: int, step: int, count: int) -> Tensor:
         """Rows of each of ``count`` spans of ``step`` pages that the exact tokens belong to, int64 [count, H, n]."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:

@@ -1,6 +1,6 @@
-"""Sealing: full pages of exact tokens leave the exact store for the policy's own form.
+"""Compression: full pages of exact tokens leave the exact store for the policy's own form.
 
-Generated tokens are stored with the state of the last segment that has one of its own, as far as that reaches
+Generated tokens are stored with the state of the last segment that has one of its own, as far as that is valid
 (``growth.py``).
 """
 
@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.parts.base import EXCLUDED, SEALED_AT_ONCE, SealedTokens
+from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import Tables
-from shadowkv.kvcache.sequences.store import Store
+from shadowkv.kvcache.sequences.store import GroupStore
 
 
-class Sealing:
-    """Writes sealed pages, for prefill and for decode."""
+class Compression:
+    """Writes compressed pages, for prefill and for decode."""
 
-    def __init__(self, store: Store, tables: Tables) -> None:
+    def __init__(self, store: GroupStore, tables: Tables) -> None:
         self.store, self.parts, self.tables = store, store.layout.parts, tables
         self.spec = store.layout.spec
 
-    def write(self, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
+    def write(self, tokens: CompressedTokens, excluded: Tensor | None = None) -> None:
         """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
-            for portion in tokens.split(max(1, SEALED_AT_ONCE // layers)):
-                part.seal(self.store, portion)
+            for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // layers)):
+                part.compress(self.store, portion)
         if excluded is not None:
             self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
         if not self.store.layout.excluded_fields:
@@ -40,16 +40,17 @@ class Sealing:
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
-        """Which of ``slots`` have an exact tail that outgrew its window, and a state that reaches its oldest page."""
+        """Which of ``slots`` have an exact tail that outgrew its window, and a state that is valid for its oldest
+        page."""
         tables = self.tables
-        length, sealed = tables.length[slots], tables.sealed[slots]
-        reached = (tables.segments[slots] > 0) & (sealed + PAGE <= tables.reach[slots])
-        return reached & (length - sealed >= self.spec.local + PAGE)
+        length, compressed = tables.length[slots], tables.compressed[slots]
+        valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
+        return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """What ``seal_pages`` needs to know to seal the oldest page of each of ``slots``, int64 [6, n]."""
+        """What ``compress_pages`` needs to know to compress the oldest page of each of ``slots``, int64 [6, n]."""
         tables = self.tables
-        page, segment = tables.sealed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
+        page, segment = tables.compressed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]
         return np.stack((slots, column, page, segment, page - tables.first[segment] // PAGE, tables.state[segment]))
 
@@ -59,8 +60,8 @@ class Sealing:
         segment = self.tables.padding_segment_slot
         return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 
-    def seal_pages(self, numbers: Tensor) -> None:
-        """Seals pages in all layers of the group.
+    def compress_pages(self, numbers: Tensor) -> None:
+        """Compresses pages in all layers of the group.
 
         Args:
             numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, slots of segments, columns
@@ -81,4 +82,4 @@ class Sealing:
         rope_keys, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
         at = positions.expand(len(rope_keys), -1, -1)
         keys = self.store.ops.apply_rope(rope_keys, at, self.store.rotary, inverse=True)
-        self.write(SealedTokens(layers, states, page_number * PAGE, pages, value_pages, keys, rope_keys, values))
+        self.write(CompressedTokens(layers, states, page_number * PAGE, pages, value_pages, keys, rope_keys, values))
