@@ -30,9 +30,9 @@ POLICIES = {
 def held_out() -> str:
     """The table of README: differences of the default to ``full`` on a held-out seed."""
     rows = []
-    for label, kv in POLICIES.items():
-        rows.append([label, *(str(ruler(folder)[length, "all", kv]) for folder, length in HELD_OUT.values())])
-    return table(["points of RULER", *HELD_OUT], rows)
+    for column, (folder, length) in HELD_OUT.items():
+        rows.append([column, *(str(ruler(folder)[length, "all", kv]) for kv in POLICIES.values())])
+    return table(["points of RULER", *POLICIES], rows)
 
 
 def _cell(folder: str, length: int, task: str, policy: str) -> str:
