@@ -85,6 +85,7 @@ lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-cache
 	$(PY) scripts/structure.py --check
+	$(PY) -m benchmarks.figures --check
 	$(PY) scripts/line_limits.py
 
 format: .venv/.installed-lint ## Format the code and fix what ruff can

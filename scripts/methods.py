@@ -55,8 +55,8 @@ METHODS = (
     ),
     Method(
         "dense prefill",
-        ("kvcache/prefill/attention.py",),
-        ("causal_attention", "block_attention", "ragged_attention"),
+        ("kvcache/prefill/attention.py", "kvcache/prefill/exact.py"),
+        ("causal_attention", "block_attention", "ragged_attention", "gather_context"),
         (),
         ("ops/test_ragged_attention.py", "ops/test_attention_libraries.py", "kvcache/test_packed_prefill.py"),
     ),

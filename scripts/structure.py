@@ -1,4 +1,4 @@
-"""Writes docs/structure.md: where each method is, and one line per module, from the modules' own docstrings;
+"""Writes docs/structure.md: where each method is, and one line per folder, from the folders' own docstrings;
 ``--check`` only compares."""
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ table names, which say what they take (`supports`) where that is not all. CUDA w
 own kernels. An engine has one `Ops`, the backends chosen for it, which its layers, its cache and its sampler call
 (`give_ops` in `engine/startup/loading.py`). More tests of CUDA and Triton are in `tests/ops`.
 """
-MODULES = """
-One line per module, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it):
+FOLDERS_OF_CODE = """
+## Folders
+
+One line per folder, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it). What a
+module is says its own docstring.
 """
 
 
 def summary(file: Path) -> str:
-    """The first sentence or clause of a module's docstring, on one line."""
+    """The first paragraph of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not text:
         raise SystemExit(f"{file.relative_to(ROOT)} has no docstring")
@@ -50,15 +53,11 @@ def summary(file: Path) -> str:
 
 def render() -> str:
     """The whole page."""
-    lines = [INTRODUCTION, *methods.table(), MODULES]
-    for folder in FOLDERS:
-        files = sorted((ROOT / folder).rglob("*.py"), key=lambda file: (file.parent, file.name != "__init__.py", file))
-        current = None
-        for file in files:
-            if file.parent != current:
-                current = file.parent
-                lines.append(f"\n## `{current.relative_to(ROOT)}/`\n")
-            lines.append(f"- `{file.name}`: {summary(file)}")
+    lines = [INTRODUCTION, *methods.table(), FOLDERS_OF_CODE]
+    for top in FOLDERS:
+        summaries = {file: summary(file) for file in sorted((ROOT / top).rglob("*.py"))}
+        packages = sorted(file.parent for file in summaries if file.name == "__init__.py")
+        lines += [f"- `{folder.relative_to(ROOT)}/`: {summaries[folder / '__init__.py']}" for folder in packages]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,1 @@
+"""Tables, single figures and plots of README.md and docs/, written from benchmarks/results."""

@@ -1,0 +1,124 @@
+"""Reads figures out of benchmarks/results, and writes numbers the way that tables show them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+NONE = "–"
+"""What a cell holds that was not measured."""
+
+
+@functools.cache
+def lines(path: str) -> tuple[dict[str, str], ...]:
+    """Lines of a CSV file in benchmarks/results."""
+    with (RESULTS / path).open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+@functools.cache
+def report(path: str) -> Any:
+    """A JSON file in benchmarks/results."""
+    return json.loads((RESULTS / path).read_text(encoding="utf-8"))
+
+
+def matching(path: str, **where: object) -> list[dict[str, str]]:
+    """Lines of a CSV file with these values; numbers are compared as numbers."""
+    return [line for line in lines(path) if all(_equal(line[column], value) for column, value in where.items())]
+
+
+def line(path: str, **where: object) -> dict[str, str]:
+    """The line of a CSV file with these values.
+
+    Raises:
+        LookupError: none or several have them.
+    """
+    found = matching(path, **where)
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} lines of {path} have {where}, and not one")
+    return found[0]
+
+
+def number(path: str, column: str, **where: object) -> float:
+    """A figure of a CSV file, from the only line with these values."""
+    return float(line(path, **where)[column])
+
+
+def _equal(text: str, value: object) -> bool:
+    return float(text) == value if isinstance(value, int | float) and text else text == str(value)
+
+
+class Score(NamedTuple):
+    """A policy's score on a task or on all, in per cent, and its paired difference to ``full`` with a 95 % interval, in
+    points; ``full`` has no difference."""
+
+    score: float
+    difference: tuple[float, float, float] | None
+
+    def __str__(self) -> str:
+        """The difference and its interval, bold where that excludes 0; of ``full`` the score."""
+        if self.difference is None:
+            return f"{self.score:.1f}"
+        points, low, high = map(signed, self.difference)
+        text = f"{points} ({low} to {high})"
+        return f"**{text}**" if low[0] == high[0] != "0" else text
+
+
+SCORE = re.compile(r"([\d.]+) ± [\d.]+(?: \(([+-][\d.]+), ([+-][\d.]+) to ([+-][\d.]+)\))?")
+
+
+@functools.cache
+def ruler(folder: str) -> dict[tuple[int, str, str], Score]:
+    """Scores by length, task (``all``: over all of them) and policy, from the ``summary.md`` of an evaluation in a
+    folder of benchmarks/results."""
+    parts = (
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in (RESULTS / folder / "summary.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    )
+    _, _, _, *policies = next(parts)
+    scores = {}
+    for length, task, _, *cells in parts:
+        for policy, cell in zip(policies, cells, strict=True):
+            if found := SCORE.match(cell):
+                score, points, low, high = found.groups()
+                difference = (float(points), float(low), float(high)) if points else None
+                scores[int(length), task, policy] = Score(float(score), difference)
+    return scores
+
+
+def signed(value: float) -> str:
+    """Points with a sign and a decimal; 0.0 without one."""
+    text = f"{value:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def whole(value: float) -> str:
+    """A number without decimals, in groups of three digits."""
+    return f"{value:,.0f}"
+
+
+def seconds(value: float) -> str:
+    """Seconds in three digits or so."""
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+
+
+def times(value: float) -> str:
+    """A ratio as ``1.23×``, from 3 on with one decimal."""
+    return f"{value:.1f}×" if value >= 3 else f"{value:.2f}×"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown. Columns of numbers are on the right, but for the first one."""
+    lines = [list(head), *map(list, rows)]
+    numbers = [all(re.match(r"[-+*\d–]", cell) for cell in column) for column in zip(*lines[1:], strict=True)]
+    numbers[0] = False
+    lines.insert(1, ["---:" if number else "---" for number in numbers])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("|  |", "| |")
