@@ -126,7 +126,7 @@ def read_short(file: Path) -> str:
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
     """Adds ``--config``, for ``Parser.parse_with_file``."""
-    text = "flags in YAML ('max-model-len: 8192'); those of the command line win"
+    text = "read flags from a YAML file ('max-model-len: 8192'); flags of the command line override it"
     parser.add_argument("--config", metavar="FILE", help=text)
 
 

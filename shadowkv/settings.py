@@ -1,7 +1,7 @@
-"""Settings that a dataclass declares in one place each: its default, what it may be, its flag and the flag's help.
+"""Settings that a dataclass declares in one place each: default, check, flag and the flag's help.
 
-``EngineConfig`` declares a server's settings of the engine this way; its flags, its checks and those flags of
-``shadowkv plan`` that mean the same follow from the declarations.
+``EngineConfig``, ``ServerSettings`` and the settings of cache parts are declared this way. The flags of ``shadowkv
+serve``, their checks, and flags of other commands that mean the same follow from the declarations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -20,15 +21,15 @@ _DECLARED = "setting"
 
 
 class Check(NamedTuple):
-    """What a value must be.
+    """A rule that a value must keep.
 
     Attributes:
-        holds: whether a value is that.
-        words: completes "must be", "must not be", … in an error.
+        holds: whether a value keeps the rule.
+        rule: the rule as an error states it, after the value: ``must be at least 1``.
     """
 
     holds: Callable[[Any], bool]
-    words: str
+    rule: str
 
 
 def at_least(least: int) -> Check:
@@ -38,8 +39,8 @@ def at_least(least: int) -> Check:
 
 def finite(least: float, *, above: bool = False) -> Check:
     """A finite number of at least ``least``, or above it."""
-    words = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
-    return Check(lambda value: (value > least if above else value >= least) and value < math.inf, words)
+    rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
+    return Check(lambda value: (value > least if above else value >= least) and value < math.inf, rule)
 
 
 SHARE = Check(lambda value: 0 < value <= 1, "must be in (0, 1]")
@@ -62,14 +63,14 @@ class Setting:
     """What a field declares.
 
     Attributes:
-        group: title of its flag's group in the help.
-        help: of its flag; ``%(default)s`` stands for the default.
+        group: title of the group that lists its flag in ``--help``.
+        help: of its flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
         aliases: other names of the flag.
-        parse: makes a value of the flag's text; None: the field's type.
-        metavar: what stands for the flag's value in the help.
-        choices: all values that there are, besides None where that is the default.
-        check: what the value must be, where it is not None.
-        other: another flag of the field.
+        parse: converts the flag's text to a value, of a list to a tuple of values; None: by the field's type.
+        metavar: the placeholder of the flag's value in ``--help``.
+        choices: all valid values; None is valid, too, if it is the default.
+        check: a rule for values other than None.
+        other: a second flag that sets the field.
     """
 
     group: str
@@ -77,7 +78,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[Any, ...] | None = None
     check: Check | None = None
     other: OtherFlag | None = None
 
@@ -101,10 +102,15 @@ def violations(values: DataclassInstance) -> list[str]:
         if value is None:
             continue
         if declared.choices is not None and value not in declared.choices:
-            reasons.append(f"{one.name}={value!r} is not one of {', '.join(declared.choices)}")
+            reasons.append(f"{one.name}={value!r} is not one of {', '.join(map(str, declared.choices))}")
         if declared.check is not None and not declared.check.holds(value):
-            reasons.append(f"{one.name}={value!r} {declared.check.words}")
+            reasons.append(f"{one.name}={value!r} {declared.check.rule}")
     return reasons
+
+
+def values_of(config: type[DataclassInstance], args: argparse.Namespace) -> dict[str, Any]:
+    """The values that parsed flags have for the fields of ``config``, by name."""
+    return {one.name: getattr(args, one.name) for one in fields(config)}
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
@@ -119,26 +125,47 @@ def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) 
 def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: str, **changed: Any) -> None:
     """Adds the flag of a field to a parser or a group of one.
 
+    A bool is a switch, with a ``--no-`` form unless the default is False. A tuple is a flag with one or more values,
+    which may be repeated.
+
     Args:
         aliases: further names of the flag.
-        changed: arguments of ``add_argument`` that are others here, its default or help for example.
+        changed: replaces arguments of ``add_argument``, for example its default or help.
     """
     declared = settings_of(config)[name]
     options: dict[str, Any] = {"dest": name, "default": _default(config, name), "help": declared.help}
     kind = _kind(config, name)
     if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction if options["default"] else "store_true"
+        options["action"] = "store_true" if options["default"] is False else argparse.BooleanOptionalAction
     else:
         options["choices"] = None if declared.parse else declared.choices
         options["type"] = declared.parse or kind
         options["metavar"] = declared.metavar
+    if kind is tuple:
+        options |= {"type": declared.parse or (lambda text: (text,)), "nargs": "+", "action": _Extend}
+    options |= changed
+    options["help"] = _with_default(options["help"], options["default"])
     if declared.other is not None:
         group = group.add_mutually_exclusive_group()
     flag = f"--{name.replace('_', '-')}"
-    group.add_argument(flag, *declared.aliases, *aliases, **options | changed)
+    group.add_argument(flag, *declared.aliases, *aliases, **options)
     if declared.other is not None:
         other, parse, metavar, text = declared.other
         group.add_argument(other, dest=name, default=argparse.SUPPRESS, type=parse, metavar=metavar, help=text)
+
+
+class _Extend(argparse.Action):
+    """Replaces the default by a tuple of all values, in the order of the command line."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, (*(() if before is self.default else before), *chain.from_iterable(values)))
+
+
+def _with_default(help: str, default: Any) -> str:
+    if "(default" in help or default is None or default is False or default == ():
+        return help
+    return f"{help} (default: %(default){'g' if isinstance(default, float) else 's'})"
 
 
 def _default(config: type[DataclassInstance], name: str) -> Any:
@@ -148,8 +175,10 @@ def _default(config: type[DataclassInstance], name: str) -> Any:
 
 
 def _kind(config: type[DataclassInstance], name: str) -> type:
-    """The type of a field's values that are not None, the first where there are several."""
+    """The type that a flag's text is converted to: the field's first of tuple, bool, int and float, otherwise str."""
     hint = _hints(config)[name]
+    if get_origin(hint) is tuple:
+        return tuple
     kinds: Sequence[Any] = get_args(hint) or (hint,)
     return next((kind for kind in kinds if kind in (bool, int, float)), str)
 

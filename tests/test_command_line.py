@@ -60,7 +60,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ),
         (
             "serve --send-timeout -1 --max-body-mib 0",
-            "--send-timeout -1.0 must not be negative; --max-body-mib 0.0",
+            "--max-body-mib 0.0 must be positive; --send-timeout -1.0 must not be negative",
         ),
         ("serve --allow-credentials", "--allow-credentials has no meaning without --allowed-origins"),
         ("plan --context 64 --fetch-buffer 0.5", "--fetch-buffer 0.5 must be 0 or a finite number of at least 1"),

@@ -1,4 +1,4 @@
-"""``shadowkv bench``: measures a running server from end to end, or what serves clients without an engine."""
+"""``shadowkv bench``: measures a running server, or the HTTP process alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.command_line import Parser
 
 BENCHES = {
     "serve": (serve, "throughput and latencies of a running server"),
-    "frontend": (frontend, "tokens a second of the HTTP process alone, against a mock engine"),
+    "frontend": (frontend, "tokens per second of the HTTP process alone, with a mock engine"),
 }
 
 

@@ -1,9 +1,9 @@
-"""Measures what serves clients without an engine: the HTTP process, between a client and a mock engine.
+"""Measures the HTTP process alone, between a client and a mock engine.
 
-The server is the real one, with its protocols and its wire to the engine's process; the engine's tokens come from
-nowhere at a set rate, one for each stream and step. Client and engine share a core and the HTTP process has another,
-where there are two. Without ``--rate`` two things are measured: the highest rate at which nearly every token has an
-event of its own, and what is delivered where far more is offered, so that waiting tokens share an event.
+The HTTP process is the real one, with its connection to the engine's process. The mock engine makes tokens at a set
+rate, one per stream and step. On two or more cores, client and engine share one, and the HTTP process has another.
+Without ``--rate`` two rates are measured: the highest at which nearly every token has an event of its own, and the one
+at which tokens are delivered when far more are offered, so that waiting tokens share an event.
 
     shadowkv bench frontend --out frontend.json
     shadowkv bench frontend --streams 256 --rate 5000 --api chat
@@ -38,8 +38,10 @@ from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
 from shadowkv.bench.mock_clock import DIGITS, seconds_since
 from shadowkv.bench.server_process import running
 from shadowkv.bench.serving_stats import Record
+from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
+from shadowkv.settings import add_flag
 
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 
@@ -306,15 +308,16 @@ def report(result: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every flag."""
     add = parser.add_argument
-    add("--streams", type=int, default=256, help="answers in flight (default: %(default)s)")
-    add("--rate", type=float, help="tokens a second in all (default: the two standard runs)")
-    add("--tokens", type=int, help="of an answer, after which its stream asks again (default: one answer a run)")
-    add("--seconds", type=float, default=5.0, help="that a run offers tokens for (default: %(default)s)")
-    add("--input-len", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
-    add("--api", choices=PATHS, default="completions", help="(default: %(default)s)")
-    add("--model", default="llama-3.1-8b", help="whose tokenizer is used (default: %(default)s)")
-    add("--load-format", default="dummy", help="dummy: bytes as tokens (default: %(default)s)")
-    add("--out", type=Path, metavar="FILE", help="the figures as JSON")
+    add("--streams", type=int, default=256, help="number of concurrent streams (default: %(default)s)")
+    add("--rate", type=float, help="tokens per second of all streams (default: the two standard runs)")
+    add("--tokens", type=int, help="tokens of an answer, after which the stream starts another (default: one answer)")
+    add("--seconds", type=float, default=5.0, help="duration of a run (default: %(default)s)")
+    add("--input-len", type=int, default=16, help="length of a prompt in tokens (default: %(default)s)")
+    add("--api", choices=PATHS, default="completions", help="endpoint that streams use (default: %(default)s)")
+    add_flag(parser, EngineConfig, "model", default="llama-3.1-8b", help="model whose tokenizer is used")
+    text = "format of the model; dummy takes bytes as tokens"
+    add_flag(parser, EngineConfig, "load_format", default="dummy", help=text)
+    add("--out", type=Path, metavar="FILE", help="file to write the figures to, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""Measures a running server from end to end, as ``vllm bench serve`` does: any with the OpenAI completions API.
+"""Measures a running server with OpenAI's completions API, as ``vllm bench serve`` does.
 
-Prompts are random token ids, answers are streamed and of a set length. Ctrl-C ends a run and shows what there is.
+Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints what was measured
+until then.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
@@ -153,40 +154,38 @@ def parse_percentiles(text: str) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every flag; where vLLM has it, with its name and meaning."""
     add = parser.add_argument
-    add("--base-url", default="http://localhost:8000/v1", help="/v1 may be left out (default: %(default)s)")
-    add("--model", help="(default: the server's first)")
-    add("--api-key", default="none")
-    add("--num-prompts", type=int, default=48, help="requests (default: %(default)s)")
-    add("--random-input-len", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
-    add("--random-output-len", type=int, default=128, help="of an answer (default: %(default)s)")
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        help="a second, Poisson (default: all at once); the first of --find-rate",
-    )
-    add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; inf: evenly (default: 1)")
-    add("--num-warmups", type=int, default=0, help="requests before those that count (default: 0)")
-    add("--max-concurrency", type=int, help="requests in flight at the most (default: all)")
-    add("--vocab-size", type=int, default=SMALLEST_VOCABULARY, help="prompts' ids are below (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    whole = "answers have their full length whatever the model says (default: yes)"
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=whole)
-    add("--trace-out", type=Path, metavar="FILE", help="write the arrivals there, one JSON object a line")
-    add("--trace-in", type=Path, metavar="FILE", help="replay these arrivals instead of drawing any")
-    limits = f"limits in ms, of {', '.join(LIMITED)}: how many requests a second meet all"
-    add("--goodput", nargs="+", type=parse_goodput, default=[], metavar="NAME:MS", help=limits)
-    knee = (
-        "search the highest rate at which 99 %% of the requests meet --goodput; rates in --out's file are not repeated"
-    )
-    add("--find-rate", action="store_true", help=knee)
-    of = f"of {','.join(METRICS)} (default: ttft,tpot,itl)"
-    add("--percentile-metrics", type=parse_metrics, default=list(METRICS[:3]), metavar="NAMES", help=of)
-    add("--metric-percentiles", type=parse_percentiles, default=[99.0], metavar="NUMBERS", help="(default: 99)")
-    add("--out", type=Path, metavar="FILE", help="write the result and every request's times there, as JSON")
-    add("--save-result", action="store_true", help="as --out, to a file with a name of its own, as vLLM does")
-    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="of --save-result (default: here)")
-    add("--result-filename", metavar="NAME", help="of --save-result (default: rate, model and time)")
+    add("--base-url", default="http://localhost:8000/v1", help="server, with or without /v1 (default: %(default)s)")
+    add("--model", help="name of the model (default: the first that the server lists)")
+    add("--api-key", default="none", help="API key of the server")
+    add("--num-prompts", type=int, default=48, help="number of requests (default: %(default)s)")
+    add("--random-input-len", type=int, default=1024, help="length of a prompt in tokens (default: %(default)s)")
+    add("--random-output-len", type=int, default=128, help="length of an answer in tokens (default: %(default)s)")
+    text = "requests per second, at random intervals; --find-rate starts with it (default: all at once)"
+    add("--request-rate", type=float, default=math.inf, help=text)
+    text = "1 is a Poisson process, less is more bursty, inf is even (default: 1)"
+    add("--burstiness", type=float, default=1.0, help=text)
+    add("--num-warmups", type=int, default=0, help="number of requests before the measured ones (default: 0)")
+    add("--max-concurrency", type=int, help="maximum number of concurrent requests (default: no limit)")
+    text = "vocabulary size; prompts are random ids below it (default: %(default)s)"
+    add("--vocab-size", type=int, default=SMALLEST_VOCABULARY, help=text)
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
+    text = "ignore the end-of-sequence token, so that answers have their full length (default: True)"
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--trace-out", type=Path, metavar="FILE", help="write the arrivals to this file, one JSON object per line")
+    add("--trace-in", type=Path, metavar="FILE", help="replay the arrivals of this file instead of random ones")
+    text = f"limits in ms, of {', '.join(LIMITED)}; goodput counts the requests per second that meet all of them"
+    add("--goodput", nargs="+", type=parse_goodput, default=[], metavar="NAME:MS", help=text)
+    text = "find the highest rate at which 99 %% of the requests meet --goodput; rates in --out are not run again"
+    add("--find-rate", action="store_true", help=text)
+    text = f"metrics to print percentiles of: {', '.join(METRICS)} (default: ttft,tpot,itl)"
+    add("--percentile-metrics", type=parse_metrics, default=list(METRICS[:3]), metavar="NAMES", help=text)
+    text = "percentiles to print (default: 99)"
+    add("--metric-percentiles", type=parse_percentiles, default=[99.0], metavar="NUMBERS", help=text)
+    add("--out", type=Path, metavar="FILE", help="write the result and the times of every request to this JSON file")
+    text = "as --out, to a file that is named by rate, model and time, as in vLLM"
+    add("--save-result", action="store_true", help=text)
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="directory for --save-result (default: .)")
+    add("--result-filename", metavar="NAME", help="file name for --save-result")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,5 +1,5 @@
-"""``shadowkv doctor``: what this machine has, which backend each op runs in here, why no faster one, and what to do. No
-model is loaded."""
+"""``shadowkv doctor``: lists what this machine has, the backend that each op uses here, why it uses no faster one, and
+what to do about it. No model is loaded."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv doctor", description=__doc__)
-    add, default = parser.add_argument, EngineConfig()
-    text = "whose shapes ops are chosen for, as serve takes it; no weights are read (default: %(default)s)"
-    add("--model", default=default.model, help=text)
-    add("--kv", type=policy_name, default=default.kv, metavar="POLICY", help=f"{POLICY_HELP} (default: %(default)s)")
-    add("--device", default=default.device, help="cuda, cuda:N or cpu (default: %(default)s)")
-    add_flag(parser, EngineConfig, "attention_backend")
-    add("--json", action="store_true", help="the same as JSON, bytes unrounded")
+    text = "model whose shapes the ops are chosen for, as for shadowkv serve; its weights are not read"
+    add_flag(parser, EngineConfig, "model", help=text)
+    text = f"cache policy: {POLICY_HELP} (default: %(default)s)"
+    parser.add_argument("--kv", type=policy_name, default=EngineConfig.kv, metavar="POLICY", help=text)
+    for name in ("device", "attention_backend"):
+        add_flag(parser, EngineConfig, name)
+    parser.add_argument("--json", action="store_true", help="print JSON, with unrounded numbers of bytes")
     return parser.parse_args(argv)
 
 

@@ -33,6 +33,7 @@ from shadowkv.settings import (
     at_least,
     finite,
     setting,
+    values_of,
     violations,
 )
 from shadowkv.wording import SettingsError
@@ -46,7 +47,7 @@ SCHEDULING_POLICIES = ("fair", "fcfs", "priority")
 SPARE_SEQS = 1
 """Sequences that may run beyond ``max_num_seqs``, in the place of a cached one: the only one of a tenant for whom
 nothing else is computed."""
-MODEL, BATCH, CACHE = "model", "batch", "KV cache"
+MODEL, SCHEDULING, SAMPLING, CACHE, PREFIX_CACHE = "model", "scheduling", "sampling", "KV cache", "prefix cache"
 """Groups of flags."""
 
 
@@ -78,7 +79,7 @@ def parse_dense_below(text: str) -> int | str:
 
 
 class _OfPolicy(argparse.Action):
-    """A flag that there is not: what it would set is a field of the policy."""
+    """A removed flag, whose value is a field of the policy; its error says how to set that."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         field = str(flag).removeprefix("--kv-")
@@ -94,76 +95,68 @@ class EngineConfig:
     """
 
     model: str = setting(
-        DEFAULT_MODEL, MODEL, "name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)"
+        DEFAULT_MODEL, MODEL, "name of a model in the catalogue, Hugging Face hub id or directory, or .gguf file"
     )
     revision: str | None = setting(
-        None, MODEL, "of the model's repository in the hub: branch, tag or commit", metavar="NAME"
+        None, MODEL, "branch, tag or commit id of the model on the hub (default: the hub's default)", metavar="NAME"
     )
     download_dir: str | None = setting(
-        None, MODEL, "where the hub's files are kept (default: its own cache)", metavar="DIR"
+        None, MODEL, "directory that weights are downloaded to (default: the cache of Hugging Face)", metavar="DIR"
     )
     tokenizer: str | None = setting(
-        None,
-        MODEL,
-        "another one than the model's: a Hugging Face directory or hub id, or a .gguf file",
-        metavar="NAME",
+        None, MODEL, "tokenizer: hub id, directory or .gguf file (default: the model's)", metavar="NAME"
     )
     chat_template: str | None = setting(
-        None, MODEL, "another one than the model's: a file, or the template itself, in Jinja", metavar="FILE"
+        None, MODEL, "path of the chat template, or the template itself in Jinja (default: the model's)", metavar="FILE"
     )
-    adapter: str | None = setting(None, MODEL, "PEFT LoRA directory, merged at load", metavar="DIR")
-    load_format: str = setting("auto", MODEL, "dummy: random weights (default: %(default)s)", choices=LOAD_FORMATS)
-    dtype: str = setting("auto", MODEL, "auto: bfloat16 on a GPU, else float32", choices=DTYPES)
+    adapter: str | None = setting(
+        None, MODEL, "directory of a PEFT LoRA adapter, which is merged into the weights at load", metavar="DIR"
+    )
+    load_format: str = setting(
+        "auto", MODEL, "format of the weights: auto detects it, dummy uses random weights", choices=LOAD_FORMATS
+    )
+    dtype: str = setting(
+        "auto", MODEL, "data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU", choices=DTYPES
+    )
     quantization: str | None = setting(
         None,
         MODEL,
-        "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on; none: weights in --dtype, whatever "
-        "files have; others: of random weights (--load-format dummy), and of shapes in plans (default: the files' own)",
+        "quantization of the weights: fp8 converts them to 8 bits at load (GPUs of Ada, Hopper or later), none "
+        "dequantises them to --dtype, the other methods are for random weights and plans (default: as in the files)",
         "-q",
         choices=QUANTIZATIONS,
     )
     attention_backend: str = setting(
         "auto",
         MODEL,
-        "shadowkv: this package's kernels, Triton's and PyTorch's; flashinfer, flash-attn: that package's wherever it "
-        "serves, and the others elsewhere; auto: those that were measured to be faster, flashinfer's for heads of 256 "
-        "and else shadowkv's (default: %(default)s)",
+        "kernels of exact attention: shadowkv uses no other package, flashinfer and flash-attn use that package where "
+        "it can run, auto uses FlashInfer, if installed, for heads of 256 dimensions and shadowkv otherwise",
         choices=ATTENTION_BACKENDS,
         parse=parse_attention_backend,
         metavar="|".join(ATTENTION_BACKENDS),
     )
-    device: str = setting("auto", MODEL, "auto, cpu, cuda or cuda:N (default: %(default)s)")
+    device: str = setting("auto", MODEL, "device to run on: auto, cpu, cuda or cuda:N")
     tensor_parallel_size: int = setting(
-        1,
-        MODEL,
-        "GPUs of this machine that the model is cut up for, a process each (default: %(default)s)",
-        "-tp",
-        metavar="N",
-        check=at_least(1),
+        1, MODEL, "number of GPUs of this machine to split the model across", "-tp", metavar="N", check=at_least(1)
     )
     enable_expert_parallel: bool = setting(
-        False,
-        MODEL,
-        "of a mixture of experts each GPU has some whole, instead of a part of every one",
-        "-ep",
+        False, MODEL, "use expert parallelism: each GPU holds some experts whole, not a part of every expert", "-ep"
     )
-    disable_custom_all_reduce: bool = setting(
-        False, MODEL, "sum over GPUs through NCCL alone, not through the memory of each other"
+    disable_custom_all_reduce: bool = setting(False, MODEL, "disable the custom all-reduce kernel and use NCCL")
+    rope_theta: float | None = setting(
+        None, MODEL, "base of the rotary embedding (default: the model's)", metavar="BASE", check=POSITIVE
     )
-    rope_theta: float | None = setting(None, MODEL, "overrides the model's own", check=POSITIVE)
     hf_overrides: Mapping[str, Any] | None = setting(
-        None,
-        MODEL,
-        "entries that replace those of the model's config.json, as in vLLM; of GGUF files by the same names",
-        parse=parse_overrides,
-        metavar="JSON",
+        None, MODEL, "entries that replace those of the model's config.json", parse=parse_overrides, metavar="JSON"
     )
-    enforce_eager: bool = setting(False, MODEL, "no CUDA graphs")
-    skip_warmup: bool = setting(False, MODEL, "compile and plan when requests first need it, on a GPU")
+    enforce_eager: bool = setting(False, MODEL, "disable CUDA graphs")
+    skip_warmup: bool = setting(
+        False, MODEL, "start without the warm-up on a GPU; the first requests wait for compilation instead"
+    )
     max_num_seqs: int = setting(
         48,
-        BATCH,
-        "sequences that run at once (default: %(default)s)",
+        SCHEDULING,
+        "maximum number of sequences that run at once",
         "--batch",
         parse=parse_count,
         metavar="N",
@@ -171,94 +164,89 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        BATCH,
-        "longest prompt + output (default, and auto: the model's own, halved until one sequence fits)",
+        SCHEDULING,
+        "maximum length of a sequence, prompt and output together (default, and auto: the model's own, halved until "
+        "one sequence fits into memory)",
         parse=parse_length,
         metavar="auto|TOKENS",
         check=at_least(1),
     )
     max_num_batched_tokens: int = setting(
         8192,
-        BATCH,
-        "tokens of one pass, of prompts and of sequences that decode; a prompt of more is computed by itself "
-        "(default: %(default)s)",
+        SCHEDULING,
+        "maximum number of tokens of one forward pass, prompts and decoding sequences together; a longer prompt is "
+        "computed by itself, in pieces",
         parse=parse_count,
         metavar="TOKENS",
         check=at_least(1),
     )
-    enable_prefix_caching: bool = setting(
-        True, BATCH, "requests share what was computed of starts of their prompts (default: %(default)s)"
-    )
-    max_cached_seqs: int = setting(
-        8,
-        BATCH,
-        "finished sequences kept for the prefix cache beside the running ones (default: %(default)s)",
-        metavar="N",
-        check=at_least(0),
-    )
     max_queued_seqs: int = setting(
         1024,
-        BATCH,
-        "requests of one API key, or address, that may wait, and half of all; more are refused (default: %(default)s)",
+        SCHEDULING,
+        "maximum number of waiting requests of one client (an API key, or else an address); further ones are refused",
         metavar="N",
         check=at_least(1),
     )
     scheduling_policy: str = setting(
         "fair",
-        BATCH,
-        "who is next: fair: API keys, or addresses, take turns by tokens; fcfs: first come, first served; "
-        "priority: by requests' priority, lower numbers first (default: %(default)s)",
+        SCHEDULING,
+        "order of waiting requests: fair gives every client the same share of tokens, fcfs is first come, first "
+        "served, priority runs the lowest priority number first",
         choices=SCHEDULING_POLICIES,
     )
     default_max_tokens: int = setting(
         1024,
-        BATCH,
-        "output reserved for a chat that names none; completions have 16 then (default: %(default)s)",
+        SAMPLING,
+        "maximum output of a chat request that sets no limit; a completion without a limit gets 16 tokens, as in "
+        "OpenAI's API",
         parse=parse_count,
         metavar="TOKENS",
         check=at_least(1),
     )
     max_logprobs: int = setting(
         20,
-        BATCH,
-        "alternatives of a token that a request may ask for, -1: all of the vocabulary (default: %(default)s)",
+        SAMPLING,
+        "maximum number of log probabilities of one token that a request may ask for; -1 allows the whole vocabulary",
         metavar="N",
         check=at_least(-1),
     )
     generation_config: str = setting(
         "auto",
-        BATCH,
-        "sampling of requests that do not say theirs: the model's own generation_config.json, vllm: none, or "
-        "that of a directory (default: %(default)s)",
+        SAMPLING,
+        "source of default sampling parameters: auto reads the model's generation_config.json, vllm reads none, and a "
+        "directory is searched for that file",
         metavar="auto|vllm|DIR",
         check=Check(lambda value: value != "", "must be 'auto', 'vllm' or a directory, and not empty"),
     )
     override_generation_config: Mapping[str, Any] | None = setting(
         None,
-        BATCH,
-        "entries that replace its: temperature, top_p, top_k, min_p, repetition_penalty",
+        SAMPLING,
+        "default sampling parameters that override the generation config: temperature, top_p, top_k, min_p, "
+        "repetition_penalty, seed",
         parse=parse_object,
         metavar="JSON",
     )
-    seed: int | None = setting(None, BATCH, "default sampling seed (default: random for each start)", metavar="N")
+    seed: int | None = setting(
+        None, SAMPLING, "seed of requests that set none (default: random at each start)", metavar="N"
+    )
     kv: str | KVSpec = setting(
         DEFAULT_POLICY,
         CACHE,
-        f"{POLICY_HELP}; short prompts stay dense by themselves (default: %(default)s)",
+        f"cache policy: {POLICY_HELP}",
         parse=policy_name,
         metavar="POLICY",
         other=OtherFlag(
             "--kv-cache-dtype",
             policy_of_cache_dtype,
             "DTYPE",
-            f"the policy by vLLM's name: auto (the default one), {', '.join(CACHE_DTYPES)}",
+            f"cache policy by vLLM's name: auto (the default policy), {', '.join(CACHE_DTYPES)}",
         ),
     )
     kv_dense_below: int | str = setting(
         "auto",
         CACHE,
-        "shorter sequences stay dense; auto: where compressing costs more than it saves, by model, policy and "
-        "batch; 0: as few as can be (default: %(default)s)",
+        "sequences shorter than this are not compressed; auto is the length from which compression saves time, by "
+        "model, policy and batch; 0 compresses as early as possible",
         parse=parse_dense_below,
         metavar="auto|TOKENS",
         check=Check(
@@ -269,73 +257,80 @@ class EngineConfig:
     prefill: str = setting(
         "auto",
         CACHE,
-        "sparse: long prompts attend to sampled blocks of keys, --prefill-error to within; auto: sparse on a GPU "
-        "(default: %(default)s)",
+        "attention of long prompts: dense attends to all keys, sparse to sampled blocks of keys, auto is sparse on a "
+        "GPU and dense on a CPU",
         choices=PREFILL,
     )
     prefill_error: float | None = setting(
         None,
         CACHE,
-        f"standard deviation of a query's attention in a sparse prefill (default: {PREFILL_ERROR})",
+        "maximum error of sparse prefill, as the standard deviation of a query's attention weights; a lower value is "
+        f"slower and more exact (default: {PREFILL_ERROR})",
         metavar="ERROR",
     )
     gpu_memory_utilization: float | None = setting(
         None,
         CACHE,
-        "of the device's memory, weights included (default: 0.9; of free memory on a CPU: 0.4)",
+        "fraction of the GPU's memory to use, weights included (default: 0.9; on a CPU 0.4 of the free memory)",
         metavar="SHARE",
         check=SHARE,
     )
     host_memory_gib: float | None = setting(
         None,
         CACHE,
-        "pinned host memory for values (default: what the batch needs, at most half of what is free)",
+        "maximum pinned host memory for values, for policies that keep values on the host (default: what "
+        "--max-num-seqs needs, at most half of the free memory)",
         metavar="GIB",
         check=NOT_NEGATIVE,
     )
+    fetch_buffer: float | None = setting(
+        None,
+        CACHE,
+        "size of the device buffer for values fetched from the host, as a multiple of what one decode step selects; "
+        f"0 disables it (default: {FETCH_BUFFER}, on a CPU 0)",
+        metavar="FACTOR",
+        check=Check(lambda value: value == 0 or 1 <= value < math.inf, "must be 0 or a finite number of at least 1"),
+    )
+    enable_prefix_caching: bool = setting(True, PREFIX_CACHE, "reuse the cache of prompts that begin alike")
+    max_cached_seqs: int = setting(
+        8, PREFIX_CACHE, "maximum number of finished sequences that stay on the device", metavar="N", check=at_least(0)
+    )
     kv_offload_gib: float = setting(
         0.0,
-        CACHE,
-        "pinned host memory for copies of what the prefix cache has computed (default: none; with "
-        "--kv-disk-dir room for two of the longest sequences, 1 to 16 GiB)",
+        PREFIX_CACHE,
+        "pinned host memory for copies of cached prompts (default: 0; with --kv-disk-dir enough for two of the longest "
+        "sequences, 1 to 16)",
         metavar="GIB",
         check=finite(0),
     )
     kv_disk_dir: str | None = setting(
         None,
-        CACHE,
-        "where such copies are kept as files, which outlive the server and may be shared by several (default: none)",
+        PREFIX_CACHE,
+        "directory for copies of cached prompts; they outlive the server, and several servers can share them "
+        "(default: no copies on disk)",
         metavar="DIR",
         check=NOT_EMPTY,
     )
     kv_disk_gib: float | None = setting(
         None,
-        CACHE,
-        f"of those files, at the most (default: {DISK_GIB})",
+        PREFIX_CACHE,
+        f"maximum size of the files in --kv-disk-dir (default: {DISK_GIB:g})",
         metavar="GIB",
         check=finite(0, above=True),
     )
     eviction: str = setting(
         "lru",
-        CACHE,
-        "copies in host memory that make room for others: lru: the least recently used; graph: those that the "
-        "fewest requests and other copies build on (default: %(default)s)",
+        PREFIX_CACHE,
+        "copies that host memory evicts first: lru the least recently used, graph those that the fewest requests and "
+        "other copies build on",
         choices=tuple(POLICIES),
     )
     role: str = setting(
         "both",
-        CACHE,
-        "prefill: answers come when what was computed of their prompts is in --kv-disk-dir; decode: prompts "
-        "are awaited there that a request names; both: as a request asks (default: %(default)s)",
+        PREFIX_CACHE,
+        "part in disaggregated serving: prefill answers once the prompt's cache is in --kv-disk-dir, decode waits "
+        "there for the cache that a request names, both does what each request asks for",
         choices=ROLES,
-    )
-    fetch_buffer: float | None = setting(
-        None,
-        CACHE,
-        "device memory for values fetched from the host, in chunks that a step selects of the longest context "
-        f"(default: {FETCH_BUFFER}, on a CPU none; 0: every step fetches all it selects)",
-        metavar="FACTOR",
-        check=Check(lambda value: value == 0 or 1 <= value < math.inf, "must be 0 or a finite number of at least 1"),
     )
 
     def __post_init__(self) -> None:
@@ -393,12 +388,11 @@ class EngineConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
         """The config given by parsed flags."""
-        return cls(**{name: getattr(args, name) for name in cls.names()})
+        return cls(**values_of(cls, args))
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Adds every flag, in groups."""
-
         add_flags(parser, EngineConfig)
         fields_of_policies = [f"--kv-{name}" for name in ("rank", "budget", "chunk", "outliers")]
         parser.add_argument(*fields_of_policies, action=_OfPolicy, default=argparse.SUPPRESS, help=argparse.SUPPRESS)

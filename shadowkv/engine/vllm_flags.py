@@ -1,5 +1,5 @@
-"""Flags of vLLM that this engine and its server have not: those without a meaning here, accepted with a line that says
-so, and those that are refused, with what to use instead. The table is docs/vllm.md's as well."""
+"""vLLM's flags that have no counterpart here: some are accepted with a note that they have no effect, and others are
+refused with what to use instead. The tables in docs/vllm.md have the same rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm_"
-"""Of where parsed values go, so that they meet no flag of this server's own."""
+"""Prefix of the attributes that parsed values are stored in, so that they do not collide with this server's flags."""
+
+VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
+"""Number of a flag's values by what stands for them in its usage."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,27 @@ class VllmFlag:
 
     Attributes:
         names: the long one first.
-        words: why it has no effect, or is refused, and what to use instead.
+        reason: why it has no effect or is refused, and what to use instead.
         refused: whether the server does not start with it.
-        values: how many it has, ``+`` for one or more; with 0 it is a switch, with ``--no-`` before its name to turn
-            it off.
-        fine: values that ask for nothing but what is so anyway, which need no words.
+        values: number of its values, ``+`` for one or more; 0 is a switch with a ``--no-`` form.
+        fine: values that ask for what is the case anyway; they are accepted without a note.
     """
 
     names: tuple[str, ...]
-    words: str
+    reason: str
     refused: bool
-    values: int | str = 1
-    fine: tuple[str, ...] = ()
+    values: int | str
+    fine: tuple[str, ...]
+
+    @classmethod
+    def of(cls, usage: str, reason: str, refused: bool) -> VllmFlag:
+        """A flag by its usage, as the tables below have it."""
+        words, has_fine, fine = usage.partition("=")
+        *names, last = words.split()
+        if last not in VALUES:
+            names.append(last)
+        known = tuple(fine.split("|")) if has_fine else ()
+        return cls(tuple(names), reason, refused, VALUES.get(last, 0), known)
 
     @property
     def dest(self) -> str:
@@ -38,143 +50,119 @@ class VllmFlag:
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
-def _no_effect(*names: str, words: str, values: int | str = 1, fine: tuple[str, ...] = ()) -> VllmFlag:
-    return VllmFlag(names, words, False, values, fine)
-
-
-def _refused(*names: str, words: str, values: int | str = 1, fine: tuple[str, ...] = ()) -> VllmFlag:
-    return VllmFlag(names, words, True, values, fine)
-
-
-_ADAPTER = "one PEFT adapter is merged at load: --adapter DIR"
-_EXPERTS = "experts stay where they are loaded; --enable-expert-parallel: whole ones on every GPU"
-_HOSTS = "an engine has the GPUs of one machine; on several machines replicas answer: shadowkv ray serve --replicas N"
-_PROMPTS = "long prompts take turns by themselves"
-_SPECULATIVE = "no drafted tokens; --kv turbo makes steps of long contexts faster"
-_PLUGINS = "the server runs no code of its users"
-_SKIPPED_LAYERS = "a policy has a number of them: --kv turboquant-4:skip_layers=2"
-_REPLICAS = "replicas on Ray: shadowkv ray serve --replicas N"
-_NO_CODE = "a checkpoint's code is never run"
-_NO_MEDIA = "models take text alone"
-_NO_EMBEDDINGS = "models generate text, and embed none"
-_WINDOWS = "layers keep their windows; the same without one: --max-model-len with the window's size"
-_FILES = "only files that are read are fetched; MODEL may be a folder that has those alone"
-_LOGPROBS = "logprobs are the model's own, before temperature and penalties: raw_logprobs"
-_LEVELS = "there are no levels of it; --enforce-eager: no CUDA graphs"
-_GRAPHS = "the engine chooses the sizes of batches that are captured; --enforce-eager: none"
-_WHITE_SPACE = "a request has structured_outputs with disable_any_whitespace"
-_TOOLS = "tools stay in the prompt, so a request leaves them out"
-_OFFLOAD = "copies of cached prompts in host memory: --kv-offload-gib GIB"
-
-FLAGS = (
-    _no_effect("--enable-chunked-prefill", words="always on: long prompts pause for decode steps", values=0),
-    _no_effect("--swap-space", words="no sequence is ever preempted; for copies of cached prompts: --kv-offload-gib"),
-    _no_effect("--block-size", words="pages have 64 tokens"),
-    _no_effect("--num-gpu-blocks-override", words="pages take what --gpu-memory-utilization leaves"),
-    _no_effect("--prefix-caching-hash-algo", words="names of pages are chosen by the engine"),
-    _no_effect("--max-num-partial-prefills", words=_PROMPTS),
-    _no_effect("--max-long-partial-prefills", words=_PROMPTS),
-    _no_effect("--long-prefill-token-threshold", words=_PROMPTS),
-    _no_effect("--async-scheduling", words="the engine is a process of its own", values=0),
-    _no_effect("--num-scheduler-steps", words="a step is one token of every sequence", fine=("1",)),
-    _no_effect("--max-seq-len-to-capture", words="CUDA graphs serve every length; --enforce-eager: none"),
-    _no_effect("--cuda-graph-sizes", "--cudagraph-capture-sizes", words=_GRAPHS, values="+"),
-    _no_effect("--max-cudagraph-capture-size", words=_GRAPHS),
-    _no_effect("--compilation-config", "-cc", words=_LEVELS),
-    _no_effect("--optimization-level", "-O", words=_LEVELS),
-    _no_effect("--use-v2-block-manager", words="there is one manager of pages", values=0),
-    _no_effect("--preemption-mode", words="no sequence is ever preempted"),
-    _no_effect("--num-lookahead-slots", words="no drafted tokens"),
-    _no_effect("--disable-cascade-attn", words="there is none to turn off", values=0),
-    _no_effect("--disable-hybrid-kv-cache-manager", words="there is none to turn off", values=0),
-    _no_effect("--calculate-kv-scales", words="scales of fp8 are always learned from the prompt", values=0),
-    _no_effect("--worker-cls", words="workers are the engine's own", fine=("auto",)),
-    _no_effect("--numa-bind", words="the system places processes; numactl before the command binds them", values=0),
-    _no_effect("--distributed-executor-backend", words="ranks are processes of this machine", fine=("mp",)),
-    _no_effect("--max-parallel-loading-workers", words="every rank loads its own part"),
-    _no_effect(
-        "--skip-tokenizer-init", words="requests may have token ids, and return_token_ids; texts, too", values=0
+NO_EFFECT = {
+    "always on: decode steps run between the chunks of a long prompt": "--enable-chunked-prefill",
+    "sequences are never preempted; --kv-offload-gib keeps cached prompts in host memory": "--swap-space N",
+    "a page of the cache always has 64 tokens": "--block-size N",
+    "--gpu-memory-utilization sets the size of the cache": "--num-gpu-blocks-override N",
+    "the engine chooses the ids of cached pages": "--prefix-caching-hash-algo N",
+    "the engine schedules long prompts by itself": (
+        "--max-num-partial-prefills N, --max-long-partial-prefills N, --long-prefill-token-threshold N"
     ),
-    _no_effect("--trust-remote-code", words=_NO_CODE, values=0),
-    _no_effect("--code-revision", words=_NO_CODE),
-    _no_effect("--model-impl", words="models are the engine's own", fine=("auto",)),
-    _no_effect("--limit-mm-per-prompt", words=_NO_MEDIA),
-    _no_effect("--mm-processor-kwargs", words=_NO_MEDIA),
-    _no_effect("--mm-processor-cache-gb", words=_NO_MEDIA),
-    _no_effect("--structured-outputs-config", words="xgrammar writes by schemas", fine=("auto", "xgrammar")),
-    _no_effect("--guided-decoding-backend", words="xgrammar writes by schemas", fine=("auto", "xgrammar")),
-    _no_effect("--guided-decoding-disable-any-whitespace", words=_WHITE_SPACE, values=0),
-    _no_effect("--enable-reasoning", words="--reasoning-parser is enough", values=0),
-    _no_effect("--exclude-tools-when-tool-choice-none", words=_TOOLS, values=0),
-    _no_effect("--response-role", words="answers are the assistant's", fine=("assistant",)),
-    _no_effect("--stream-interval", words="tokens are sent as they come", fine=("1",)),
-    _no_effect("--chat-template-content-format", words="templates get texts", fine=("auto", "string")),
-    _no_effect("--disable-log-stats", words="figures are at /metrics and never logged", values=0),
-    _no_effect("--enable-log-requests", words="always on; --disable-log-requests turns it off", values=0),
-    _no_effect("--max-log-len", words="prompts are never logged"),
-    _no_effect("--enable-server-load-tracking", words="always on: /load says the load", values=0),
-    _no_effect("--collect-detailed-traces", words="--otlp-traces-endpoint has a request's times", values="+"),
-    _no_effect("--disable-fastapi-docs", words="/docs describes the API and nothing of the server's", values=0),
-    _no_effect("--h11-max-header-count", words="--h11-max-incomplete-event-size limits headers by their bytes"),
-    _no_effect("--enable-request-id-headers", words="always on", values=0),
-    _no_effect("--enable-prompt-tokens-details", words="always on", values=0),
-    _no_effect("--enable-tokenizer-info-endpoint", words="always on", values=0),
-    _refused("--enable-lora", words=_ADAPTER, values=0),
-    _refused("--lora-modules", words=_ADAPTER, values="+"),
-    _refused("--max-loras", words=_ADAPTER),
-    _refused("--max-lora-rank", words=_ADAPTER),
-    _refused("--fully-sharded-loras", words=_ADAPTER, values=0),
-    _refused("--pipeline-parallel-size", "-pp", words="layers stay together: --tensor-parallel-size N", fine=("1",)),
-    _refused("--data-parallel-size", "-dp", words=_REPLICAS, fine=("1",)),
-    _refused("--data-parallel-size-local", "-dpl", words=_REPLICAS, fine=("1",)),
-    _refused("--data-parallel-backend", "-dpb", words=_REPLICAS, fine=("mp",)),
-    _refused("--decode-context-parallel-size", "-dcp", words="a cache is cut up by heads alone", fine=("1",)),
-    _refused("--enable-eplb", words=_EXPERTS, values=0),
-    _refused("--enable-dbo", words=_EXPERTS, values=0),
-    _refused("--nnodes", "-n", words=_HOSTS, fine=("1",)),
-    _refused("--node-rank", "-r", words=_HOSTS, fine=("0",)),
-    _refused("--master-addr", words=_HOSTS, fine=("127.0.0.1",)),
-    _refused("--headless", words=_HOSTS, values=0),
-    _refused("--speculative-config", "-sc", words=_SPECULATIVE),
-    _refused("--cpu-offload-gb", words="weights stay on the device; smaller ones: --quantization fp8", fine=("0",)),
-    _refused("--kv-cache-memory-bytes", words="a share of the device: --gpu-memory-utilization SHARE"),
-    _refused("--kv-offloading-size", words=_OFFLOAD),
-    _refused("--kv-transfer-config", words="files of a shared directory: --kv-disk-dir DIR, with --role"),
-    _refused("--kv-events-config", words="no events are sent; figures of the cache are at /metrics"),
-    _refused("--kv-cache-dtype-skip-layers", words=_SKIPPED_LAYERS, values="+"),
-    _refused("--rope-scaling", words="""--hf-overrides '{"rope_scaling": {...}}'"""),
-    _refused("--disable-sliding-window", words=_WINDOWS, values=0),
-    _refused("--hf-config-path", words="--hf-overrides JSON replaces entries of the model's config.json"),
-    _refused("--config-format", words="a Hugging Face directory or a .gguf file", fine=("auto", "hf")),
-    _refused(
-        "--model-loader-extra-config", words="--load-format has no settings; weights are read in the files' order"
+    "the engine always runs in a process of its own": "--async-scheduling",
+    "a step always makes one token per sequence": "--num-scheduler-steps N=1",
+    "CUDA graphs cover every length; --enforce-eager disables them": "--max-seq-len-to-capture N",
+    "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them": (
+        "--cuda-graph-sizes --cudagraph-capture-sizes N+, --max-cudagraph-capture-size N"
     ),
-    _refused("--ignore-patterns", words=_FILES, values="+", fine=("original/**/*",)),
-    _refused("--tokenizer-mode", words="the model's tokenizer.json, or that of --tokenizer", fine=("auto", "hf")),
-    _refused("--tokenizer-revision", words="--revision is for both"),
-    _refused("--hf-token", words="set it as HF_TOKEN: a command line is visible to every user of the machine"),
-    _refused("--runner", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
-    _refused("--task", words=_NO_EMBEDDINGS, fine=("auto", "generate")),
-    _refused("--convert", words=_NO_EMBEDDINGS, fine=("auto", "none")),
-    _refused("--enable-prompt-embeds", words="a prompt is a text or token ids", values=0),
-    _refused("--allowed-local-media-path", words="models take text alone: leave it out", fine=("",)),
-    _refused("--logprobs-mode", words=_LOGPROBS, fine=("raw_logprobs",)),
-    _refused("--logits-processors", words=f"{_PLUGINS}; a request has logit_bias and penalties", values="+"),
-    _refused("--middleware", words=_PLUGINS),
-    _refused("--tool-parser-plugin", words=f"{_PLUGINS}; --tool-call-parser has the known formats"),
-    _refused("--ssl-ciphers", words="they are Python's own; others need a proxy that ends TLS"),
-    _refused("--enable-ssl-refresh", words="a new certificate needs a restart, or a proxy that ends TLS", values=0),
-    _refused("--log-config-file", words="the log goes to stderr: --uvicorn-log-level LEVEL"),
-    _refused("--enable-sleep-mode", words="weights and cache stay on the device", values=0),
+    "there are no optimization levels; --enforce-eager disables CUDA graphs": (
+        "--compilation-config -cc N, --optimization-level -O N"
+    ),
+    "there is only one block manager": "--use-v2-block-manager",
+    "sequences are never preempted": "--preemption-mode N",
+    "there is no speculative decoding": "--num-lookahead-slots N",
+    "there is no cascade attention": "--disable-cascade-attn",
+    "there is no hybrid KV cache manager": "--disable-hybrid-kv-cache-manager",
+    "scales of an fp8 cache are always computed from the prompt": "--calculate-kv-scales",
+    "the engine uses its own workers": "--worker-cls N=auto",
+    "start the server with numactl to bind its processes to NUMA nodes": "--numa-bind",
+    "all processes run on this machine, without Ray": "--distributed-executor-backend N=mp",
+    "each GPU's process loads its own part of the weights": "--max-parallel-loading-workers N",
+    "the tokenizer is always loaded; prompts can also be token ids": "--skip-tokenizer-init",
+    "code in a model's repository is never run": "--trust-remote-code, --code-revision N",
+    "the engine uses its own implementation of the model": "--model-impl N=auto",
+    "models take text only": "--limit-mm-per-prompt N, --mm-processor-kwargs N, --mm-processor-cache-gb N",
+    "xgrammar is the only backend of structured outputs": (
+        "--structured-outputs-config N=auto|xgrammar, --guided-decoding-backend N=auto|xgrammar"
+    ),
+    "requests can set disable_any_whitespace in structured_outputs": "--guided-decoding-disable-any-whitespace",
+    "--reasoning-parser alone enables reasoning": "--enable-reasoning",
+    "the prompt always has the tools of the request": "--exclude-tools-when-tool-choice-none",
+    "the role of responses is always assistant": "--response-role N=assistant",
+    "tokens are streamed as soon as they are generated": "--stream-interval N=1",
+    "templates get a message's content as a string": "--chat-template-content-format N=auto|string",
+    "statistics are never logged; they are at /metrics": "--disable-log-stats",
+    "always on; --disable-log-requests turns it off": "--enable-log-requests",
+    "prompts are never logged": "--max-log-len N",
+    "always on; /load shows the load": "--enable-server-load-tracking",
+    "--otlp-traces-endpoint alone sends the times of each request": "--collect-detailed-traces N+",
+    "/docs is always served; it describes the API only": "--disable-fastapi-docs",
+    "--h11-max-incomplete-event-size limits the size of a header instead": "--h11-max-header-count N",
+    "always on": "--enable-request-id-headers, --enable-prompt-tokens-details, --enable-tokenizer-info-endpoint",
+}
+"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for a value
+or ``N+`` for several, then ``=`` and the values that are fine."""
+
+REFUSED = {
+    "one PEFT adapter can be merged into the weights at load: --adapter DIR": (
+        "--enable-lora, --lora-modules N+, --max-loras N, --max-lora-rank N, --fully-sharded-loras"
+    ),
+    "use --tensor-parallel-size N to split the model": "--pipeline-parallel-size -pp N=1",
+    "use replicas on Ray instead: shadowkv ray serve --replicas N": (
+        "--data-parallel-size -dp N=1, --data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp"
+    ),
+    "the cache is split across GPUs by heads only": "--decode-context-parallel-size -dcp N=1",
+    "--enable-expert-parallel gives each GPU whole experts, which stay there": "--enable-eplb, --enable-dbo",
+    "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N": (
+        "--nnodes -n N=1, --node-rank -r N=0, --master-addr N=127.0.0.1, --headless"
+    ),
+    "there is no speculative decoding; --kv turbo makes decode steps faster": "--speculative-config -sc N",
+    "weights stay on the GPU; --quantization fp8 makes them smaller": "--cpu-offload-gb N=0",
+    "set a fraction of the GPU's memory: --gpu-memory-utilization SHARE": "--kv-cache-memory-bytes N",
+    "use --kv-offload-gib GIB, which keeps cached prompts in host memory": "--kv-offloading-size N",
+    "caches are transferred as files: use --kv-disk-dir DIR and --role": "--kv-transfer-config N",
+    "no events are sent; statistics of the cache are at /metrics": "--kv-events-config N",
+    "set their number in the policy: --kv turboquant-4:skip_layers=2": "--kv-cache-dtype-skip-layers N+",
+    """use --hf-overrides '{"rope_scaling": {...}}'""": "--rope-scaling N",
+    "layers keep their window; --max-model-len with the window's size has the same effect": "--disable-sliding-window",
+    "use --hf-overrides JSON to replace entries of the model's config.json": "--hf-config-path N",
+    "MODEL must be a Hugging Face model or a .gguf file": "--config-format N=auto|hf",
+    "--load-format has no further settings": "--model-loader-extra-config N",
+    "only needed files are downloaded; MODEL can be a directory with some of the files": (
+        "--ignore-patterns N+=original/**/*"
+    ),
+    "the tokenizer is the model's tokenizer.json, or that of --tokenizer": "--tokenizer-mode N=auto|hf",
+    "--revision holds for the model and its tokenizer": "--tokenizer-revision N",
+    "set HF_TOKEN in the environment; every user of the machine can read a command line": "--hf-token N",
+    "the server only generates text, it makes no embeddings": (
+        "--runner N=auto|generate, --task N=auto|generate, --convert N=auto|none"
+    ),
+    "a prompt is a text or token ids": "--enable-prompt-embeds",
+    "models take text only; leave it out": "--allowed-local-media-path N=",
+    "use raw_logprobs, which are those before temperature and penalties": "--logprobs-mode N=raw_logprobs",
+    "the server runs no code of its users; a request can set logit_bias and penalties": "--logits-processors N+",
+    "the server runs no code of its users": "--middleware N",
+    "the server runs no code of its users; --tool-call-parser lists the supported formats": "--tool-parser-plugin N",
+    "the ciphers are Python's defaults; for others, let a proxy end TLS": "--ssl-ciphers N",
+    "restart the server to load a new certificate, or let a proxy end TLS": "--enable-ssl-refresh",
+    "the log goes to stderr; --uvicorn-log-level LEVEL sets its level": "--log-config-file N",
+    "weights and cache stay on the GPU": "--enable-sleep-mode",
+}
+"""Usages of refused flags, by what to use instead."""
+
+FLAGS = tuple(
+    VllmFlag.of(usage, reason, table is REFUSED)
+    for table in (NO_EFFECT, REFUSED)
+    for reason, usages in table.items()
+    for usage in usages.split(", ")
 )
 
-
 KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
-"""The same in Python."""
+"""Names of these flags as keywords of ``LLM``."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them all, without a word in ``--help``: ``vllm_notes`` reads what was given."""
+    """Adds all of them, without listing them in ``--help``; ``vllm_notes`` checks those that were given."""
     for flag in FLAGS:
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.values:  # one value may be an object, which the dotted form writes
@@ -183,7 +171,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Python's keywords for ``vllm_notes``, of which True and False are switches; others are left out."""
+    """Keywords of ``LLM`` as the arguments that ``vllm_notes`` checks; keywords that are no vLLM flags are left out."""
     given = {}
     for flag in FLAGS:
         value = options.get(flag.dest.removeprefix(PREFIX))
@@ -194,7 +182,7 @@ def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
-    """A line for each flag that was given and has no effect; raises ValueError for those that are refused."""
+    """A note for each given flag that has no effect; raises ValueError if refused flags are given."""
     refused = []
     for flag in FLAGS:
         given = getattr(args, flag.dest)
@@ -204,8 +192,8 @@ def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
             continue
         name = flag.names[0] if given is not False else f"--no-{flag.names[0].removeprefix('--')}"
         if flag.refused:
-            refused.append(f"{shlex.join([name, *(given if flag.values else [])])} is not supported: {flag.words}")
+            refused.append(f"{shlex.join([name, *(given if flag.values else [])])} is not supported: {flag.reason}")
         else:
-            yield f"{name} has no effect: {flag.words}"
+            yield f"{name} has no effect: {flag.reason}"
     if refused:
         raise ValueError("; ".join(refused))

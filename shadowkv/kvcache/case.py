@@ -16,8 +16,8 @@ from shadowkv.ops.registry import Ops
 
 OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = (
-    *("append_block", "append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention"),
-    "rebuild_rows",
+    *("append_block", "append_tokens", "apply_rope", "causal_attention", "gather_context", "paged_attention"),
+    *("ragged_attention", "rebuild_rows"),
 )
 OF_COMPRESSED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_COMPRESSED_PAGES`` only where it

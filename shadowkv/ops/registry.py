@@ -33,6 +33,7 @@ NAMES = (
     "dequantise_rows",
     "fetch_chunks",
     "find_outliers",
+    "gather_context",
     "gelu_mul",
     "grouped_matmul",
     "grouped_quantised_matmul",

@@ -1,4 +1,4 @@
-"""``shadowkv plan``: memory, largest batch and time floor of KV policies, without weights or a GPU."""
+"""``shadowkv plan``: memory, largest batch and shortest step time of cache policies, without weights or a GPU."""
 
 from __future__ import annotations
 
@@ -42,50 +42,41 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv plan", description=__doc__)
     add = parser.add_argument
     add_flag(parser, EngineConfig, "model")
-    add(
-        "--context",
-        type=parse_count,
-        required=True,
-        metavar="TOKENS",
-        help="of every sequence, prompt and output together",
-    )
-    add_flag(parser, EngineConfig, "dtype", help="auto: bfloat16")
+    text = "length of every sequence, prompt and output together"
+    add("--context", type=parse_count, required=True, metavar="TOKENS", help=text)
+    text = "data type of weights and activations; auto is bfloat16"
+    add_flag(parser, EngineConfig, "dtype", help=text)
     for name in ("quantization", "hf_overrides"):
         add_flag(parser, EngineConfig, name)
-    add("--json", action="store_true", help="unrounded figures as JSON")
+    add("--json", action="store_true", help="print unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache")
-    text = f"any of {POLICY_HELP}"
+    text = f"cache policies to compare: {POLICY_HELP} (default: turbo)"
     kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
-    kv.add_argument(
-        "--hit-rate",
-        type=float,
-        default=HIT_RATE,
-        metavar="SHARE",
-        help="of selected chunks, those whose values a device buffer holds already; its bytes count only as far as "
-        "the policy's layout has one (default: %(default)s)",
-    )
-    text = "as of the server: chunks of that device buffer, in those that a step selects (default: %(default)s)"
+    text = "share of selected chunks whose values are in the device buffer already (default: %(default)s)"
+    kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
+    text = "size of that buffer, as a multiple of what one decode step selects"
     add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
     many = parser.add_argument_group("more than one GPU")
-    text = "GPUs that the model is cut up for; figures are the first one's (default: %(default)s)"
+    text = "number of GPUs to split the model across; figures are those of the first GPU"
     add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
     add_flag(many, EngineConfig, "enable_expert_parallel")
-    many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
+    text = "number of replicas, each on its own GPUs (default: %(default)s)"
+    many.add_argument("--replicas", type=int, default=1, metavar="N", help=text)
     machine = parser.add_argument_group("machine")
-    text = "whose memory and bandwidths these are; measured on an H200, for others by data sheet (default: %(default)s)"
+    text = "GPU model; bandwidths are measured for h200, and from data sheets for others (default: %(default)s)"
     machine.add_argument("--gpu", type=parse_card, metavar="|".join(CARDS), default="h200", help=text)
     for flag, unit, text in (
         ("--gpu-memory-gib", "GIB", "device memory (default: that of --gpu)"),
-        ("--device-bandwidth-tbs", "TB/S", "reads of device memory (default: those of --gpu)"),
-        ("--host-bandwidth-gbs", "GB/S", "reads of host memory by the GPU (default: those of --gpu)"),
+        ("--device-bandwidth-tbs", "TB/S", "read bandwidth of device memory (default: that of --gpu)"),
+        ("--host-bandwidth-gbs", "GB/S", "bandwidth at which the GPU reads host memory (default: that of --gpu)"),
     ):
         machine.add_argument(flag, type=float, metavar=unit, help=text)
-    for name, text, changed in (
-        ("gpu_memory_utilization", "of it, weights included (default: %(default)s)", {"default": 0.9}),
-        ("host_memory_gib", "pinned host memory for values (default: as much as the batch needs)", {}),
-        ("kv_offload_gib", "besides, for copies of cached prompts (default: none)", {}),
-    ):
-        add_flag(machine, EngineConfig, name, help=text, **changed)
+    text = "fraction of the device memory to use, weights included"
+    add_flag(machine, EngineConfig, "gpu_memory_utilization", default=0.9, help=text)
+    text = "pinned host memory for values of policies that keep them on the host (default: what the batch needs)"
+    add_flag(machine, EngineConfig, "host_memory_gib", help=text)
+    text = "further pinned host memory for copies of cached prompts (default: 0)"
+    add_flag(machine, EngineConfig, "kv_offload_gib", help=text)
     args = parser.parse_args(argv)
     card = CARDS[args.gpu]
     for name, value in (
@@ -129,14 +120,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    EngineConfig(
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        host_memory_gib=args.host_memory_gib,
-        kv_offload_gib=args.kv_offload_gib,
-        fetch_buffer=args.fetch_buffer,
-        tensor_parallel_size=args.tensor_parallel_size,
-        enable_expert_parallel=args.enable_expert_parallel,
-    )
+    checked = ("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size")
+    EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")

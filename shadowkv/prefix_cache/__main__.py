@@ -61,26 +61,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     json_flag(command("ls", _list, "list snapshots, those used last first"))
 
     verify = command("verify", _verify, "read every byte and compare checksums; exit code 1 if any file is bad")
-    verify.add_argument("names", nargs="*", metavar="NAME", help="or how it begins (default: all)")
+    verify.add_argument("names", nargs="*", metavar="NAME", help="name of a snapshot, or its beginning (default: all)")
     verify.add_argument("--remove", action="store_true", help="remove bad files")
     json_flag(verify)
 
-    text = "remove snapshots that no name keeps, those not used for longest first; with --all names and theirs, too"
+    text = "remove snapshots that no name keeps, the least recently used first; with --all remove names and theirs, too"
     prune = command("prune", _prune, text)
     which = prune.add_mutually_exclusive_group(required=True)
-    which.add_argument("--max-gib", type=_size, metavar="GIB", help="until no more than this is left")
-    which.add_argument("--older-than", type=_age, metavar="AGE", help="not used for this long, such as 90m, 12h or 7d")
-    which.add_argument("--all", action="store_true", help="all, also names, what they keep, and bad files")
+    which.add_argument("--max-gib", type=_size, metavar="GIB", help="keep at most this size")
+    which.add_argument("--older-than", type=_age, metavar="AGE", help="remove those unused for so long: 90m, 12h, 7d")
+    which.add_argument("--all", action="store_true", help="remove all snapshots, names and bad files")
     json_flag(prune)
 
-    forget = command("forget", _forget, "forget names, so that what they keep may go when it is its turn")
-    forget.add_argument("names", nargs="+", metavar="NAME", help="as given to /cache/save")
+    forget = command("forget", _forget, "forget names, so that the snapshots that they keep can be removed")
+    forget.add_argument("names", nargs="+", metavar="NAME", help="name given to /cache/save")
 
-    export = command("export", _export, "write snapshots, all that they continue and names to a tar file")
-    export.add_argument("names", nargs="+", metavar="NAME", help="as given to /cache/save, or how a snapshot's begins")
-    export.add_argument("file", type=Path, metavar="FILE.tar", help="must not be there yet")
+    export = command("export", _export, "write snapshots, the snapshots that they continue, and names to a tar file")
+    export.add_argument("names", nargs="+", metavar="NAME", help="saved name, or the beginning of a snapshot's name")
+    export.add_argument("file", type=Path, metavar="FILE.tar", help="file to write, which must not exist yet")
 
-    importer = command("import", _import, "take in snapshots and names of a tar file; exit code 1 if any was refused")
+    importer = command("import", _import, "add the snapshots and names of a tar file; exit code 1 if any was refused")
     importer.add_argument("file", type=Path, metavar="FILE.tar", help="made by export")
     return parser.parse_args(argv)
 

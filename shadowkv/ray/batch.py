@@ -28,6 +28,7 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import parse_json
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import ENGINE_DIED, exit_on_signals
+from shadowkv.settings import add_flag
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
@@ -56,17 +57,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
-    batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in the OpenAI batch format")
-    batch.add_argument("--output", type=Path, required=True, metavar="FILE", help="where their answers go")
-    batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
-    batch.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines, with --tensor-parallel-size GPUs each (default: %(default)s)",
-    )
-    batch.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: its own)")
+    batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in OpenAI's batch format")
+    batch.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write the answers to")
+    text = "skip requests that --output, or its .partial file, has answers to"
+    batch.add_argument("--resume", action="store_true", help=text)
+    text = "number of engines, with --tensor-parallel-size GPUs each (default: %(default)s)"
+    batch.add_argument("--replicas", type=int, default=1, metavar="N", help=text)
+    add_flag(batch, ServerSettings, "served_model_name")
     EngineConfig.add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -76,11 +73,11 @@ class Replica:
 
     Args:
         config: the engine's.
-        model: its name to clients; None is its own.
+        settings: has the model's names to clients.
         path: the batch file.
     """
 
-    def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
+    def __init__(self, config: EngineConfig, settings: ServerSettings, path: str) -> None:
         # Imported here: the driver needs no PyTorch.
         from shadowkv.engine.process.launch import EngineProcess
         from shadowkv.serve.batch.answers import LineAnswers
@@ -90,7 +87,7 @@ class Replica:
             engine = self._process.clients[0]
         except (ValueError, MemoryError, OSError) as error:  # not all of these can be sent to the driver
             raise RuntimeError(one_line(error)) from None
-        self._answers = LineAnswers(engine, model or engine.model_name, ServerSettings())
+        self._answers = LineAnswers(engine, settings.served_name(engine.model_name), settings)
         self._path = path
 
     async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
@@ -118,7 +115,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device {config.device}: Ray says which GPU a replica has; pass auto, cpu or cuda")
     with files.held(), _cluster():
         resources = share(config.device, args.replicas, config.tensor_parallel_size)
-        return run_files(files, lambda batch: answer(batch, config, args.served_model_name, args.replicas, resources))
+        settings = ServerSettings(served_model_name=args.served_model_name)
+        return run_files(files, lambda batch: answer(batch, config, settings, args.replicas, resources))
 
 
 @contextmanager
@@ -153,7 +151,9 @@ def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
     return {"num_cpus": ranks, "num_gpus": ranks}
 
 
-def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: int, resources: dict[str, Any]) -> None:
+def answer(
+    batch: BatchRun, config: EngineConfig, settings: ServerSettings, replicas: int, resources: dict[str, Any]
+) -> None:
     """Answers every line of a run that has no answer; raises BatchFailed where the replicas cannot."""
     import ray
 
@@ -169,7 +169,7 @@ def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: i
         calls = math.ceil(CONCURRENCY * config.max_num_seqs / math.ceil(len(places) / MAX_BLOCKS))
         records = ray.data.from_items([*places.values()], override_num_blocks=min(MAX_BLOCKS, len(places))).map_batches(
             Replica,
-            fn_constructor_args=(config, model, str(batch.files.input.resolve())),
+            fn_constructor_args=(config, settings, str(batch.files.input.resolve())),
             batch_size=None,
             compute=ray.data.ActorPoolStrategy(
                 size=replicas, max_tasks_in_flight_per_actor=calls, max_concurrent_calls_per_actor=calls

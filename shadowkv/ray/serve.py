@@ -58,12 +58,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv ray serve", description=__doc__)
     add_arguments(parser)
     group = parser.add_argument_group("replicas")
-    group.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: %(default)s)")
-    text = "as many while more requests are at work than --max-num-seqs in each (default: as --replicas)"
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: %(default)s)")
+    text = "maximum number of engines; Ray adds some while each has over --max-num-seqs requests (default: --replicas)"
     group.add_argument("--max-replicas", type=int, metavar="N", help=text)
-    text = "GPUs that Ray keeps for each; parts of 1 share one (default: --tensor-parallel-size, if there are any)"
+    text = "GPUs that Ray reserves for an engine; 0.5 shares one (default: --tensor-parallel-size, without GPUs 0)"
     group.add_argument("--gpus-per-replica", type=float, metavar="N", help=text)
-    text = "CPU cores that Ray keeps for each, and its threads (default: %(default)s)"
+    text = "CPU cores that Ray reserves for an engine, and number of its threads (default: %(default)s)"
     group.add_argument("--cpus-per-replica", type=int, default=1, metavar="N", help=text)
     args = parse_arguments(parser, argv)
     if args.replicas < 1:
@@ -148,7 +148,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         name="Replica",
         **({"autoscaling_config": scaling} if max_replicas > args.replicas else {"num_replicas": args.replicas}),
         # The engine's own queue refuses the excess, as in a plain server; the front accepts no more than this.
-        max_ongoing_requests=settings.limit_concurrency,
+        max_ongoing_requests=settings.max_connections,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},
         logging_config=LOGGING,
         health_check_period_s=HEALTH_SECONDS,

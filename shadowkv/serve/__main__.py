@@ -38,12 +38,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
-    text = "processes for HTTP before one engine; limits and keys count over all (default: %(default)s)"
+    text = "number of HTTP processes in front of the engine; limits hold for all together (default: %(default)s)"
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help=text)
     batch = parser.add_argument_group("batch mode, instead of a server")
-    batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
-    batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
-    batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
+    batch.add_argument("--input", type=Path, metavar="FILE", help="file of requests in OpenAI's batch format (.jsonl)")
+    batch.add_argument("--output", type=Path, metavar="FILE", help="file to write the answers to")
+    batch.add_argument(
+        "--resume", action="store_true", help="skip requests that --output, or its .partial file, has answers to"
+    )
     args = parse_arguments(parser, argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")

@@ -17,6 +17,7 @@ from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
+from shadowkv.settings import add_flags
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
@@ -30,12 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_vllm_flags(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    server.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    text = "a Unix domain socket to listen on, instead of --host and --port"
+    text = "port to listen on; 0 takes any free one (default: %(default)s)"
+    server.add_argument("--port", type=int, default=8000, help=text)
+    text = "Unix domain socket to listen on, instead of --host and --port"
     server.add_argument("--uds", metavar="FILE", help=text)
-    ServerSettings.add_arguments(server)
-    text = "a second cache over the same weights, for the page: answers of this policy beside the others, one at a time"
+    text = "second cache policy, over the same weights; the chat page shows its answers beside those of --kv"
     server.add_argument("--compare", type=policy_name, metavar="POLICY", help=text)
+    add_flags(parser, ServerSettings)
 
 
 def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +62,7 @@ def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> Ser
     settings.check_surroundings()
     if args.uds is None:
         settings = settings.listening_on(args.host)
-    connections = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
+    connections = allow_open_files(settings.max_connections, or_fewer=settings.limit_concurrency is None)
     return replace(settings, limit_concurrency=connections)
 
 

@@ -15,6 +15,7 @@ from test_mixed_passes import CONFIG, apart, prefilled
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
 from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 
@@ -130,7 +131,10 @@ def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
     short = cache.allocate(100, 120)
     assert cache.stays_exact(short, 100)
     prefilled(engine.runner, [(short, prompt(1, 100))])
-    assert not cache.stays_exact(short, 10), "it is no new sequence"
+    assert cache.stays_exact(short, 10)
+    compressed = cache.allocate(700, 720)
+    prefilled(engine.runner, [(compressed, prompt(1, 700))])
+    assert not cache.stays_exact(compressed, 10), "its first tokens are compressed"
     graphs = Uncaptured(engine)
     old = [cache.allocate(5, 20)]
     prefilled(engine.runner, [(old[0], prompt(2, 5))])
@@ -141,6 +145,64 @@ def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
         assert graphs.run(plan, [1], [-1], [long], [prompt(3, 100)]) is None, "there is no graph yet"
     assert graphs.run(plan, [1], [-1], [long], [prompt(3, 100)]) is not None, "such passes come again and again"
     assert graphs.run(plan, [1], [-1], [long], [prompt(3, 2000) + prompt(4, 49)]) is None, "longer than any graph"
+
+
+def later_turns(engine: Engine, captured: bool) -> list[torch.Tensor]:
+    """Logits of passes with prompts that begin with cached tokens: later turns, and forks that share pages with them,
+    beside a new prompt."""
+    runner, cache, found = engine.runner, engine.cache, []
+    work = [(cache.allocate(n, n + 400), prompt(seed, n)) for seed, n in enumerate((700, 90, 64, 5, 333))]
+    prefilled(runner, work)
+    old, waiting = [work[1][0]], [sequence for sequence, _ in work if sequence is not work[1][0]]
+    for turn, lengths in enumerate(((30, 1, 200, 64), (1, 150, 7, 130))):
+        new = []
+        for sequence, count in zip(waiting, lengths, strict=True):
+            cache.extend(sequence, sequence.length + count, sequence.length + count + 60)
+            new.append((sequence, prompt(50 + turn, count)))
+        shared = cache.fork_point(waiting[0], waiting[0].length)
+        fork = cache.fork(waiting[0], shared, shared + 40, shared + 60)
+        new += [(fork, prompt(60 + turn, 40)), (cache.allocate(20, 30), prompt(70 + turn, 20))]
+        assert shared >= 640 and all(cache.stays_exact(sequence, len(ids)) for sequence, ids in new)
+        lengths_after = [sequence.length + len(ids) for sequence, ids in new]
+        both = runner.decode(old, [7], None, None, new) if captured else apart(runner, old, new)
+        assert [sequence.length for sequence, _ in new] == lengths_after
+        found.append(both.clone())
+        running = old + [sequence for sequence, _ in new]
+        found.append(runner.decode(running, [9] * len(running)).clone())
+        for sequence, _ in new[-2:]:
+            cache.release(sequence)
+    for sequence in old + waiting:
+        cache.release(sequence)
+    assert cache.free == cache.total
+    return found
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo", "turbo:skip_layers=1", "fp8"])
+@pytest.mark.parametrize("family", [None, "windows", "windows and sinks"])
+def test_prompts_that_begin_with_cached_tokens(make: Any, kv: str, family: str | None) -> None:
+    windows = {} if family is None else {**FAMILIES[family], "sliding_window": 100, "layer_types": KINDS}
+    logits = []
+    for captured in (False, True):
+        engine = make(kv=kv, kv_dense_below=1500, config={**CONFIG, **windows}, max_num_seqs=32)
+        if captured:
+            engine.runner.graphs = Uncaptured(engine, most=32)
+        logits.append(later_turns(engine, captured))
+        if captured:
+            assert engine.runner.graphs.passes >= 4
+    for alone, padded in zip(*logits, strict=True):
+        torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
+
+
+def test_more_cached_tokens_than_a_graph_has_room_for_run_without(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(kv="full")
+    cache, graphs = engine.cache, Uncaptured(engine)
+    old = [cache.allocate(5, 20), cache.allocate(300, 400)]
+    prefilled(engine.runner, [(sequence, prompt(1, n)) for sequence, n in zip(old, (5, 300), strict=True)])
+    plan = cache.plan_decode(old[:1])
+    monkeypatch.setattr(cuda_graphs, "MAX_CACHED", 299)
+    assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is None
+    monkeypatch.setattr(cuda_graphs, "MAX_CACHED", 300)
+    assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -176,6 +238,29 @@ def test_graphs_of_such_passes_give_what_each_gives_alone(make: Any, kv: str, mo
         if captured:
             assert len(passes) == len(JOINING) and all(out is not None for out in passes)
         logits.append(found)
+    for alone, padded in zip(*logits, strict=True):
+        assert padded.isfinite().all()
+        assert ((padded - alone).norm(dim=1) / alone.norm(dim=1)).max() < 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", [None, "windows and sinks"])
+def test_graphs_of_prompts_that_begin_with_cached_tokens(make: Any, family: str | None) -> None:
+    windows = {} if family is None else {**FAMILIES[family], "sliding_window": 100, "layer_types": KINDS}
+    logits = []
+    for captured in (False, True):
+        options: dict[str, Any] = {"enforce_eager": not captured, "dtype": "bfloat16", "skip_warmup": True}
+        engine = make(kv="turbo", kv_dense_below=1500, config={**CONFIG, **windows}, max_num_seqs=32, **options)
+        if captured:
+            sequence = engine.cache.allocate(100, 110)
+            plan = engine.cache.forecast_decode([], [(sequence, 100)])
+            for rows, batch in engine.runner.graphs.mixed_shapes():
+                engine.runner.prepare(plan, batch, rows)
+            engine.cache.release(sequence)
+            captures = engine.runner.captures
+        logits.append(later_turns(engine, captured))
+        if captured:
+            assert engine.runner.captures - captures <= 2, "only steps of other sizes are new"
     for alone, padded in zip(*logits, strict=True):
         assert padded.isfinite().all()
         assert ((padded - alone).norm(dim=1) / alone.norm(dim=1)).max() < 0.05

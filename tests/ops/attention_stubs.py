@@ -56,8 +56,8 @@ def flash_attn_varlen_func(
     assert (dropout_p, softcap, alibi_slopes, block_table, return_attn_probs) == (0.0, 0.0, None, None, False)
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     queries, keys = (x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k))
-    assert isinstance(max_seqlen_q, int) and (max_seqlen_q, max_seqlen_k) == (max(queries), max(keys))
-    parts = zip(q.split(queries), k.split(keys), v.split(keys))
+    assert isinstance(max_seqlen_q, int) and max_seqlen_q >= max(queries) and max_seqlen_k >= max(keys)
+    parts = zip(q.split(queries), k[: sum(keys)].split(keys), v[: sum(keys)].split(keys))
     return torch.cat([softmax_over(*each, causal, *window_size, softmax_scale)[0] for each in parts])
 
 
@@ -105,7 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert (q.shape[1], k.shape[1], q.shape[2], q.dtype, k.dtype) == self.shape
         queries, keys = self.lengths
-        parts = zip(q.split(queries), k.split(keys), v.split(keys))
+        parts = zip(q.split(queries), k[: sum(keys)].split(keys), v[: sum(keys)].split(keys))
         return torch.cat([softmax_over(*each, *self.options)[0] for each in parts])
 
 

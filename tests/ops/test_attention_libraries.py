@@ -7,6 +7,7 @@ import ast
 import inspect
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
 from precision import assert_close_like_lowp
 from test_op_registry import TURBO
-from test_ragged_attention import packed
+from test_ragged_attention import CACHED, packed, with_cached
 
 from shadowkv.engine.startup.loading import backend_lines
 from shadowkv.load_settings import ATTENTION_BACKENDS
@@ -115,6 +116,21 @@ def test_packed_sequences_see_themselves_alone(
     args = packed(lengths, heads, group, dim, torch.bfloat16)
     exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
     assert_close_like_lowp(function("ragged_attention", backend)(*args), exact, ragged.ragged_attention(*args))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", ""])
+@pytest.mark.parametrize(("lengths", "cached"), CACHED, ids=str)
+def test_packed_sequences_see_what_they_have_cached(
+    seed: int, backend: str, lengths: list[int], cached: list[int], known: bool
+) -> None:
+    q, k, v, starts, of_host, key_starts = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
+    exact = ragged.ragged_attention(*(x.double() for x in (q, k, v)), starts, of_host, key_starts)
+    low = ragged.ragged_attention(q, k, v, starts, of_host, key_starts)
+    found = function("ragged_attention", backend)(q, k, v, starts, of_host if known else None, key_starts)
+    assert_close_like_lowp(found, exact, low)
+    window = partial(window_op.causal_window_attention, window=50, cu_seqlens=starts, cu_seqlens_k=key_starts)
+    found = function("causal_window_attention", backend)(q, k, v, 50, None, starts, None, key_starts)
+    assert_close_like_lowp(found, window(*(x.double() for x in (q, k, v))), window(q, k, v))
 
 
 def test_no_packed_sequences(backend: str) -> None:

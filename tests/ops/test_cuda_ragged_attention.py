@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from precision import assert_close_like_lowp
-from test_ragged_attention import LENGTHS, packed
+from test_ragged_attention import CACHED, LENGTHS, packed, with_cached
 
 from shadowkv.ops.ragged_attention import cuda_sm90, reference, triton
 from shadowkv.ops.registry import Ops
@@ -30,6 +30,17 @@ def test_packed_sequences_see_themselves_alone(seed, heads, group, dim, lengths,
     args = packed(lengths, heads, group, dim, dtype)
     exact = reference.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
     assert_close_like_lowp(cuda_sm90.ragged_attention(*args), exact, triton.ragged_attention(*args))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("lengths", "cached"), [*CACHED, ([17] * 15 + [1793], [1024] * 15 + [0]), ([129, 300], [1, 4000])], ids=str
+)
+def test_queries_see_what_their_sequences_have_cached(seed, lengths, cached, dim):
+    q, k, v, starts, _, key_starts = with_cached(lengths, cached, 2, 4, dim, torch.bfloat16)
+    exact = reference.ragged_attention(*(x.double() for x in (q, k, v)), starts, None, key_starts)
+    out = cuda_sm90.ragged_attention(q, k, v, starts, None, key_starts)
+    assert_close_like_lowp(out, exact, triton.ragged_attention(q, k, v, starts, None, key_starts))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -73,6 +84,8 @@ def test_wrong_arguments_are_refused(seed):
     ):
         with pytest.raises(RuntimeError, match=said):
             cuda_sm90.ragged_attention(*wrong, lengths)
+    with pytest.raises(RuntimeError, match="key_starts"):
+        cuda_sm90.ragged_attention(q, k, v, starts, lengths, starts[:-1])
 
 
 def test_it_is_what_16_bits_get() -> None:

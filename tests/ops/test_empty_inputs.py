@@ -209,6 +209,11 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "append_block": no_block_to_append,
     "append_tokens": nothing_to_append,
+    "gather_context": lambda ops: returns(
+        ops.gather_context(*(floats(0, H, D),) * 2, *(floats(N, H, 64, D),) * 2, whole(0), whole(1).int()),
+        ((0, H, D), None),
+        ((0, H, D), None),
+    ),
     "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,

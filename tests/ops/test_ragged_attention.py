@@ -34,6 +34,25 @@ def packed(
     return q.to(dtype), k, v, starts, tuple(lengths)
 
 
+def with_cached(
+    lengths: list[int], cached: list[int], heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, ...], Tensor]:
+    """Arguments of the op for sequences that have ``cached`` keys before those of their queries, and NaN behind the
+    last key."""
+    _, k, v, key_starts, _ = packed([n + m for n, m in zip(lengths, cached, strict=True)], heads, group, dim, dtype)
+    q, _, _, starts, _ = packed(lengths, heads, group, dim, dtype)
+    k, v = (torch.cat((x, torch.full_like(x[:1], math.nan).expand(200, -1, -1))) for x in (k, v))
+    return q, k, v, starts, tuple(lengths), key_starts
+
+
+CACHED = [
+    ([1], [1]),
+    ([40, 1, 130], [0, 500, 77]),
+    ([1, 200, 64, 3], [128, 56, 192, 0]),
+    ([5, 0, 0, 7], [300, 0, 0, 1]),
+]
+
+
 def rows(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """What each position attends to."""
     return [
@@ -56,9 +75,34 @@ def test_positions_of_the_reference_see_their_own_sequence_up_to_themselves(
         assert torch.equal(out[a:b], causal_attention(q[a:b], k[a:b], v[a:b]))
 
 
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="once is enough")
+@pytest.mark.parametrize(("lengths", "cached"), CACHED)
+def test_queries_of_the_reference_are_the_last_positions_of_their_keys(
+    seed: str, lengths: list[int], cached: list[int]
+) -> None:
+    q, k, v, starts, known, key_starts = with_cached(lengths, cached, 2, 3, 16)
+    seen = [
+        (q[a + i], k[b : b + before + i + 1].transpose(0, 1), v[b : b + before + i + 1].transpose(0, 1))
+        for a, b, n, before in zip(starts.tolist(), key_starts.tolist(), lengths, cached, strict=False)
+        for i in range(n)
+    ]
+    for of_host in (known, None):
+        out = reference.ragged_attention(q, k, v, starts, of_host, key_starts)
+        assert_close(out, attend_rows(seen)[0])
+
+
 if ON_GPU or INTERPRETED:
     pytest.importorskip("triton")
     from shadowkv.ops.ragged_attention import triton as kernel
+
+    @pytest.mark.parametrize("dim", [64, 128, 256] if ON_GPU else [64])
+    @pytest.mark.parametrize(("lengths", "cached"), CACHED)
+    def test_the_kernel_of_sequences_with_cached_keys(
+        seed: str, lengths: list[int], cached: list[int], dim: int
+    ) -> None:
+        q, k, v, starts, _, key_starts = with_cached(lengths, cached, 2, 2, dim)
+        exact = reference.ragged_attention(*(x.double() for x in (q, k, v)), starts, None, key_starts)
+        assert_close(kernel.ragged_attention(q, k, v, starts, None, key_starts), exact)
 
     # The interpreter is slow: lengths that stress the kernel most of every shape, and the others of two.
     @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
     from shadowkv.ops.clamped_silu_mul import reference as clamped_silu_mul_reference
     from shadowkv.ops.clamped_silu_mul import triton as clamped_silu_mul_triton
+    from shadowkv.ops.gather_context import reference as gather_context_reference
+    from shadowkv.ops.gather_context import triton as gather_context_triton
     from shadowkv.ops.gelu_mul import reference as gelu_mul_reference
     from shadowkv.ops.gelu_mul import triton as gelu_mul_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
@@ -103,6 +105,23 @@ if ON_GPU or INTERPRETED:
         append_block_reference.append_block(k, v, positions, tables, *wanted[:, 3 : tokens + 3])
         assert torch.equal(got[[0, 2]].nan_to_num(), wanted[[0, 2]].nan_to_num())
         torch.testing.assert_close(got[1], wanted[1], equal_nan=True, **TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "count"), [(1, 1), (40, 33), (16, 0), (50, 50)])
+    def test_gather_context(rows: int, count: int, dtype: torch.dtype) -> None:
+        """New tokens of joined projections, and rows of larger pages; rows that are not needed stay as they are."""
+        heads, dim = 3, 96
+        new = random(7, 2 * heads * dim, dtype=dtype).unflatten(1, (2 * heads, dim)).split(heads, dim=1)
+        pages = random(2, 5, 2, heads, 64, dim, dtype=dtype)[:, :, 1]
+        sources = torch.randint(-7, 5 * 64, (rows,), device=DEVICE)
+        needed = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        got = gather_context_triton.gather_context(*new, *pages, sources, needed)
+        wanted = gather_context_reference.gather_context(*new, *pages, sources, needed)
+        for x, y, own, of_pages in zip(got, wanted, new, pages, strict=True):
+            assert torch.equal(x[:count], y[:count])
+            for row, source in enumerate(sources.tolist()):
+                known = own[-1 - source] if source < 0 else of_pages[source // 64, :, source % 64]
+                assert torch.equal(y[row], known)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("size", [16, 300, 1024])

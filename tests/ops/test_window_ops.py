@@ -82,6 +82,16 @@ def test_packed_sequences_see_themselves_alone(seed: str) -> None:
         assert torch.equal(each[0], causal.causal_window_attention(*each[1:], 9, sinks))
 
 
+def test_packed_sequences_see_what_they_have_cached(seed: str) -> None:
+    lengths, keys, sinks = [1, 40, 7], [30, 40, 60], torch.randn(6)
+    q, k, v = torch.randn(48, 6, 16), torch.randn(150, 2, 16), torch.randn(150, 2, 16)
+    k[130:] = v[130:] = torch.nan
+    got = causal.causal_window_attention(q, k, v, 9, sinks, starts_of(lengths), None, starts_of(keys))
+    parts = zip(got.split(lengths), q.split(lengths), k[:130].split(keys), v[:130].split(keys), strict=True)
+    for each in parts:
+        assert torch.equal(each[0], causal.causal_window_attention(*each[1:], 9, sinks))
+
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -139,6 +149,18 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
             *(x.double() for x in (q, k, v)), window, sinks, starts_of(lengths), lengths
         )
         assert_close(kernel.causal_window_attention(q, k, v, window, sinks, starts_of(lengths).to(DEVICE)), exact)
+
+    @SINKS
+    @pytest.mark.parametrize("window", [1, 50, 1000])
+    def test_the_kernel_of_packed_sequences_with_cached_keys(seed: str, window: int, with_sinks: bool) -> None:
+        lengths, keys = [130, 3, 1, 200, 0, 2], [200, 3, 300, 263, 0, 130]
+        _, k, v, sinks = drawn(1, 896, 2, 2, 64, with_sinks, 0)
+        q, starts, key_starts = torch.randn(336, 4, 64, device=DEVICE), starts_of(lengths), starts_of(keys)
+        exact = causal.causal_window_attention(
+            *(x.double() for x in (q, k, v)), window, sinks, starts, lengths, key_starts
+        )
+        starts, key_starts = starts.to(DEVICE), key_starts.to(DEVICE)
+        assert_close(kernel.causal_window_attention(q, k, v, window, sinks, starts, None, key_starts), exact)
 
     @pytest.mark.parametrize("dtype", LOW)
     @pytest.mark.parametrize("dim", [64, 128, 256] if ON_GPU else [64])

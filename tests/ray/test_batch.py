@@ -80,7 +80,7 @@ def test_every_line_has_one_answer_though_a_replica_is_killed(cluster: None, fla
     killing = threading.Thread(target=kill)
     killing.start()
     try:
-        assert main([*flags, "--replicas", "2"]) == 0
+        assert main([*flags, "--replicas", "2", "--served-model-name", "small", "other"]) == 0
     finally:
         ended.set()
         killing.join()
@@ -88,7 +88,8 @@ def test_every_line_has_one_answer_though_a_replica_is_killed(cluster: None, fla
     assert killed and not partial.exists()
     answered = [record["custom_id"] for record in found if record["error"] is None]
     assert sorted(answered, key=int) == [str(number) for number in range(LINES)]
-    assert all(record["response"]["status_code"] == 200 for record in found if record["error"] is None)
+    responses = [record["response"] for record in found if record["error"] is None]
+    assert {(response["status_code"], response["body"]["model"]) for response in responses} == {(200, "small")}
     assert sorted(record["error"]["code"] for record in found if record["error"]) == [
         "duplicate_custom_id",
         "invalid_json",

@@ -208,7 +208,7 @@ def test_the_manifest_is_what_helm_makes() -> None:
             "enable_prefix_caching",
             False,
         ),
-        (["flags.served-model-name={a,b}"], "served_model_name", ["a", "b"]),
+        (["flags.served-model-name={a,b}"], "served_model_name", ("a", "b")),
         (["segments.gib=2000000"], "kv_disk_gib", 2_000_000),
         (["model=/models/it's odd"], "model", "/models/it's odd"),
     ],

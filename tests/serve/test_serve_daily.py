@@ -24,6 +24,7 @@ from shadowkv.serve.app import build_app
 from shadowkv.serve.http.metrics import ConnectionMetrics
 from shadowkv.serve.http.middleware import RequestLog
 from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.settings import add_flags
 
 ASK = "/v1/completions"
 HI = {"json": {"prompt": "Hi"}}
@@ -45,7 +46,7 @@ def asgi(engine, settings, *requests):
 
 def settings_of(*flags: str) -> ServerSettings:
     parser = argparse.ArgumentParser()
-    ServerSettings.add_arguments(parser.add_argument_group())
+    add_flags(parser, ServerSettings)
     return ServerSettings.from_args(parser.parse_args(flags))
 
 
@@ -76,7 +77,7 @@ def test_lists_are_words_or_json(capsys):
     for bad in ("[", "[1]"):
         with pytest.raises(SystemExit):
             settings_of("--allowed-origins", bad)
-        assert "is none of strings" in capsys.readouterr().err
+        assert "is not a JSON list of strings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from http_server import http_server
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import KEY_VARIABLE, ServerSettings
+from shadowkv.settings import add_flags
 
 
 def asgi(engine, settings, *requests):
@@ -136,18 +137,24 @@ def test_a_key_with_blanks_inside(engine):
 
 def test_settings(monkeypatch):
     with pytest.raises(
-        ValueError, match=r"request_timeout=-1.0.*send_timeout=nan.*max_body_mib=0.*limit_concurrency=0.*api_key"
+        ValueError, match=r"max_body_mib=0.*request_timeout=-1.0.*send_timeout=nan.*limit_concurrency=0.*api_key"
     ):
         ServerSettings(
             api_key=("",), max_body_mib=0, request_timeout=-1.0, send_timeout=float("nan"), limit_concurrency=0
         )
     parser = argparse.ArgumentParser()
-    ServerSettings.add_arguments(parser.add_argument_group())
+    add_flags(parser, ServerSettings)
     monkeypatch.setenv(KEY_VARIABLE, "from outside\nand another")
     assert ServerSettings.from_args(parser.parse_args([])) == ServerSettings(api_key=("from outside", "and another"))
     asked = parser.parse_args(
         ["--api-key", "k", "l", "--max-body-mib", "2", "--api-key", "m", "--shutdown-timeout", "0"]
+        + ["--allowed-methods", "GET", "--allowed-methods", "PUT", "--no-ui", "--no-cache-salt-by-key"]
     )
     assert ServerSettings.from_args(asked) == ServerSettings(
-        api_key=("k", "l", "m"), max_body_mib=2, shutdown_timeout=0
+        api_key=("k", "l", "m"),
+        max_body_mib=2,
+        shutdown_timeout=0,
+        allowed_methods=("GET", "PUT"),
+        ui=False,
+        cache_salt_by_key=False,
     )

@@ -67,7 +67,7 @@ def test_thoughts_are_sent_back_to_the_template(ask):
 
 
 def test_an_unknown_parser():
-    with pytest.raises(ValueError, match="reasoning_parser='x' must be one of deepseek_r1, qwen3, glm45"):
+    with pytest.raises(ValueError, match="reasoning_parser='x' is not one of deepseek_r1, qwen3, glm45"):
         ServerSettings(reasoning_parser="x")
 
 

@@ -182,7 +182,7 @@ def test_metrics_may_have_vllms_names(engine):
     assert 'vllm:prompt_tokens_total{model_name="fake"} 3.0' in page and "vllm:num_requests_running{" in page
     assert "shadowkv:" not in page
     assert figures["prompt_tokens"] == 3
-    with pytest.raises(SettingsError, match="metrics_prefix='x' must be one of shadowkv, vllm, llamacpp"):
+    with pytest.raises(SettingsError, match="metrics_prefix='x' is not one of shadowkv, vllm, llamacpp"):
         ServerSettings(metrics_prefix="x")
 
 

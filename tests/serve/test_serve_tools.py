@@ -293,7 +293,7 @@ def test_the_flag_goes_before_the_template_and_mistrals_ids_are_short(engine):
 
 def test_a_server_that_has_to_read_calls_does_not_start_where_it_cannot():
     with pytest.raises(
-        ValueError, match="tool_call_parser='xml' must be one of hermes, qwen3_coder, qwen3_xml, glm45, "
+        ValueError, match="tool_call_parser='xml' is not one of hermes, qwen3_coder, qwen3_xml, glm45, "
     ):
         ServerSettings(tool_call_parser="xml")
     settings = ServerSettings(enable_auto_tool_choice=True)

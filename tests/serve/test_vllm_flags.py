@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.vllm_flags import FLAGS
+from shadowkv.engine.vllm_flags import FLAGS, NO_EFFECT
+from shadowkv.engine.vllm_flags import REFUSED as REFUSED_FLAGS
 from shadowkv.serve.__main__ import parse
 from shadowkv.serve.http.settings import ServerSettings
 
@@ -97,14 +98,14 @@ REFUSED = [
     ('--speculative-config {"method":"ngram"}', "--kv turbo"),
     ("--cpu-offload-gb 4", "--quantization fp8"),
     ("--kv-offloading-size 4", "--kv-offload-gib"),
-    ("--convert embed", "none"),
+    ("--convert embed", "no embeddings"),
     ("--disable-sliding-window", "--max-model-len"),
     ("--fully-sharded-loras", "--adapter"),
     ("--kv-events-config {}", "/metrics"),
     ("--logits-processors a.B c.D", "logit_bias"),
     ("--logprobs-mode processed_logprobs", "raw_logprobs"),
     ("--model-loader-extra-config {}", "--load-format"),
-    ("--ignore-patterns a* b*", "a folder"),
+    ("--ignore-patterns a* b*", "a directory"),
     ("--enable-eplb", "--enable-expert-parallel"),
     ("--enable-dbo", "--enable-expert-parallel"),
     ("--headless", "shadowkv ray serve"),
@@ -158,7 +159,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
     )
     args = parse(["--config", str(file)])
     assert capsys.readouterr().err.startswith("note: --trust-remote-code has no effect")
-    assert (args.model, args.max_model_len, args.port, args.served_model_name) == ("org/model", 8000, 8100, ["a", "b"])
+    assert (args.model, args.max_model_len, args.port, args.served_model_name) == ("org/model", 8000, 8100, ("a", "b"))
     assert args.enforce_eager and not args.enable_prefix_caching and args.hf_overrides == {"rope_theta": 5e6}
     assert args.kv == "fp8" and args.seed is None
     more = "other --max_model_len 4096 --api-key three --kv full --enable-prefix-caching"
@@ -178,7 +179,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
         ("a: b\n" * 100_000, "it has more than 128 KiB"),
         ("model: 2024-01-01", "'model' has a value that JSON does not have; put it in quotes"),
         ("port: " + ":".join(["1"] * 5000), "'port' has a value that JSON does not have"),
-        (f"allowed-origins: '{'[' * 100_000}'", "begins like a list in JSON and is none of strings"),
+        (f"allowed-origins: '{'[' * 100_000}'", "is not a JSON list of strings"),
     ):
         capsys.readouterr()
         file.write_text(text)
@@ -256,14 +257,20 @@ def test_what_asks_for_nothing_needs_no_words(capsys: Any) -> None:
     assert capsys.readouterr().err.startswith("note: --no-enable-chunked-prefill has no effect: always on")
 
 
-def test_the_document_has_every_flag_with_the_same_words() -> None:
-    text, rows = DOCS.read_text(encoding="utf-8"), {}
-    for flag in FLAGS:
-        rows.setdefault((flag.refused, flag.words), []).append(flag)
-    for refused in (False, True):
-        wanted = "".join(
-            f"| {', '.join(f'`{name}`' for flag in flags for name in flag.names)} | {words} |\n"
-            for (is_refused, words), flags in rows.items()
-            if is_refused is refused
-        )
+def test_the_flags_that_the_document_calls_the_same_are_there(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    here = {*re.findall(r"--?[a-z][a-z-]*", capsys.readouterr().out)}
+    rows = [row.split("|") for row in DOCS.read_text(encoding="utf-8").splitlines() if "| the same" in row]
+    named = {flag for row in rows for flag in re.findall(r"`(--?[a-z-]+)", row[1])}
+    assert len(named) > 40 and named <= here, named - here
+
+
+def test_the_document_has_every_flag_with_its_reason() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for table in (NO_EFFECT, REFUSED_FLAGS):
+        names = {
+            reason: [f"`{name}`" for flag in FLAGS if flag.reason == reason for name in flag.names] for reason in table
+        }
+        wanted = "".join(f"| {', '.join(names[reason])} | {reason} |\n" for reason in table)
         assert wanted in text, f"docs/vllm.md should have these rows:\n{wanted}"

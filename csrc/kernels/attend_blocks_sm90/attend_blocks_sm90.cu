@@ -89,16 +89,20 @@ void attend_blocks_sm90(
 }
 
 void attend_sequences_sm90(
-    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& starts, bool causal, double scale,
-    Tensor& taken, Tensor& out, const std::optional<Tensor>& lse) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& starts,
+    const std::optional<Tensor>& key_starts, bool causal, double scale, Tensor& taken, Tensor& out,
+    const std::optional<Tensor>& lse) {
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   if (starts) check_dense(*starts, "starts", Dtype::Int, {-1});
   const int64_t sequences = starts ? starts->size(0) - 1 : 1, own = (q.size(0) + kBlock - 1) / kBlock;
   BlocksCall call = checked(q, k, v, scale, causal, starts ? q.size(0) / kBlock + sequences : own, taken, out);
   if (starts) {
     STD_TORCH_CHECK(causal, "packed sequences attend causally");
-    STD_TORCH_CHECK(call.n == call.m, call.n, " packed queries are not as many as ", call.m, " keys");
+    STD_TORCH_CHECK(
+        key_starts || call.n == call.m, call.n, " packed queries are not as many as ", call.m, " keys");
+    if (key_starts) check_dense(*key_starts, "key_starts", Dtype::Int, {sequences + 1});
     call.starts = static_cast<const int*>(starts->data_ptr()), call.sequences = int(sequences);
+    call.key_starts = key_starts ? static_cast<const int*>(key_starts->data_ptr()) : call.starts;
   }
   if (lse) {
     check_dense(*lse, "lse", Dtype::Float, {call.n, call.query_heads});
@@ -116,8 +120,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
       "attend_blocks_sm90(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor counts, Tensor weights, float scale, "
       "Tensor(a!) taken, Tensor(b!) out, Tensor(c!) lse) -> ()");
   m.def(
-      "attend_sequences_sm90(Tensor q, Tensor k, Tensor v, Tensor? starts, bool causal, float scale, Tensor(a!) taken, "
-      "Tensor(b!) out, Tensor(c!)? lse) -> ()");
+      "attend_sequences_sm90(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? key_starts, bool causal, float scale, "
+      "Tensor(a!) taken, Tensor(b!) out, Tensor(c!)? lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

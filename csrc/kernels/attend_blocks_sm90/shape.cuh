@@ -13,13 +13,14 @@ struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
   const int *indices, *counts; // lists [query heads, tiles, blocks] and how many are valid [query heads, tiles], or null
   const float* weights; // [query heads, tiles, blocks]: as how many blocks each one counts, or null
-  const int* starts; // where packed sequences begin and the last one ends, or null for one sequence
+  const int* starts; // where packed sequences' queries begin and the last one's end, or null for one sequence
+  const int* key_starts; // the same of their keys
   int* taken;        // number of tiles that blocks have taken after their first ones, initially zero
   void* out;         // [n, query heads, dim]
   float* lse;        // natural logarithms of softmax sums, [n, query heads], or null
   int64_t out_token, out_head;
   float scale; // turns q k into a base-2 exponent
-  int n, m, query_heads, group, tiles, blocks, sequences; // m is n if sequences are packed
+  int n, m, query_heads, group, tiles, blocks, sequences;
 
   __device__ int works() const { return query_heads * tiles; }
 };
@@ -69,9 +70,11 @@ private:
       else
         last = middle - 1;
     }
-    keys = __ldg(call.starts + sequence), end = __ldg(call.starts + sequence + 1);
-    row = keys + (tile - keys / kBlock - sequence) * kBlock;
-    position = row - keys;
+    const int first = __ldg(call.starts + sequence);
+    keys = __ldg(call.key_starts + sequence), end = __ldg(call.starts + sequence + 1);
+    const int before = __ldg(call.key_starts + sequence + 1) - keys - (end - first); // keys that precede its queries
+    row = first + (tile - first / kBlock - sequence) * kBlock;
+    position = before + row - first;
     count = row < end ? (position + min(kBlock, end - row) - 1) / kBlock + 1 : 0;
     list = nullptr, weights = nullptr;
   }

@@ -1,4 +1,4 @@
-"""Decode steps, also with new prompts beside them, as CUDA graphs: one launch per step instead of a thousand, one graph
+"""Decode steps, also with prompts beside them, as CUDA graphs: one launch per step instead of a thousand, one graph
 per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
@@ -25,7 +25,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
+from shadowkv.kvcache.prefill.exact import MAX_CACHED, MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 
@@ -61,7 +61,7 @@ class PromptInputs(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a graph runs: a step's shapes and numbers, its tokens and where else they come from, and new prompts."""
+    """What a graph runs: a step's shapes and numbers, its tokens and where else they come from, and prompts."""
 
     plan: DecodePlan
     tokens: list[int]
@@ -109,9 +109,9 @@ class CudaGraphs:
         sequences: Sequence[CachedSequence] = (),
         ids: Sequence[list[int]] = (),
     ) -> Tensor | None:
-        """float32 logits [B + n, V] of a step and of n new prompts ``ids`` that stay exact; overwritten by the next
-        call. None where there is no graph for prompts: these are captured only where such passes come again and again.
-        """
+        """float32 logits [B + n, V] of a step and of ``ids``, what n prompts that stay exact add to their
+        ``sequences``; overwritten by the next call. None where there is no graph for prompts: these are captured only
+        where such passes come again and again."""
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
             self._seal_due(plan)
@@ -120,7 +120,8 @@ class CudaGraphs:
         rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
         fits = plan.micro_batches == 1 and all(group.of_sequence is None for group in plan.groups)
-        if rows is None or batch is None or len(sequences) > MAX_PROMPTS or not fits:
+        fits = fits and len(sequences) <= MAX_PROMPTS and sum(sequence.length for sequence in sequences) <= MAX_CACHED
+        if rows is None or batch is None or not fits:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
         key = _key(shape, rows)

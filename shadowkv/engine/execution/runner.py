@@ -123,7 +123,7 @@ class Runner:
         ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
 
         ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass: [B + n, V]. It is
-        a CUDA graph for new prompts that stay exact. If it raises, those sequences can only be released, and the step
+        a CUDA graph for prompts that stay exact. If it raises, those sequences can only be released, and the step
         can run without them.
         """
         if sources is not None and any(source >= 0 for source in sources):

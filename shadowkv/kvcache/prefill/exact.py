@@ -1,5 +1,5 @@
-"""New prompts that stay exact, in the form that a CUDA graph can hold: all about them is on the device, in shapes that
-many prompts have in common."""
+"""Prompts that stay exact, in the form that a CUDA graph can hold: all about them is on the device, in shapes that many
+prompts have in common."""
 
 from __future__ import annotations
 
@@ -9,32 +9,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.kvcache.sequences.store import GroupStore
 
 MAX_PROMPTS = 15
-"""New prompts in such a pass."""
+"""Prompts in such a pass."""
+
+MAX_CACHED = 16_384
+"""Tokens that all of them together have cached before the pass."""
 
 
 @dataclass
 class ExactPrompts:
-    """Tokens of up to ``MAX_PROMPTS`` new sequences that all stay exact, packed, in T rows: those that are left over
-    belong to one more sequence, which is nobody's.
+    """New tokens of up to ``MAX_PROMPTS`` sequences that are and stay exact, packed, in T rows. The rows left over
+    belong to one more sequence, the padding.
 
     Attributes:
         positions: int64 [T].
-        write_page, write_offset: int64 [T], names of exact pages, and rows there; those of tokens that are not kept are
-            nobody's.
-        cu_seqlens: int32 [MAX_PROMPTS + 2], where each sequence begins; the last ones may be empty.
-        keys, values: [T, H, d] after and without RoPE, of the layer at work.
+        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that a window drops at once
+            are written to the padding page.
+        cu_seqlens: int32 [MAX_PROMPTS + 2], where each sequence's new tokens begin; the last ones may be empty.
+        cu_seqlens_k: int32 [MAX_PROMPTS + 2], the same of all tokens that a sequence attends to: cached ones, of which
+            a window holds the newest, and then new ones.
+        sources: int64 [T + MAX_CACHED], where the keys and values of those are (``ops/gather_context``).
+        keys, values: [T + MAX_CACHED, H, d] after and without RoPE, of the layer at work.
     """
 
     positions: Tensor
     write_page: Tensor
     write_offset: Tensor
     cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    sources: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -44,34 +53,62 @@ class ExactPrompts:
         return len(self.positions)
 
 
-def starts_of(lengths: Sequence[int], rows: int) -> np.ndarray:
-    """``ExactPrompts.cu_seqlens`` of prompts of these lengths in that many rows."""
-    if len(lengths) > MAX_PROMPTS or sum(lengths) > rows:
+def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
+    """New and cached tokens of sequences that gain ``lengths`` tokens, in ``rows`` rows: int64 [2, MAX_PROMPTS + 1], of
+    which the last is the padding."""
+    left = rows - sum(lengths)
+    if len(lengths) > MAX_PROMPTS or left < 0:
         raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MAX_PROMPTS} of {rows}")
-    starts = np.full(MAX_PROMPTS + 2, rows, np.int64)
-    starts[: len(lengths) + 1] = np.cumsum([0, *lengths])
-    return starts
+    numbers = np.zeros((2, MAX_PROMPTS + 1), np.int64)
+    numbers[0, : len(lengths)], numbers[0, -1] = lengths, left
+    numbers[1, : len(sequences)] = [sequence.length for sequence in sequences]
+    if numbers[1].sum() > MAX_CACHED:
+        raise ValueError(f"{numbers[1].sum()} cached tokens, more than {MAX_CACHED}")
+    return numbers
 
 
-def numbers_of(sequences: Sequence[CachedSequence], tables: Tables) -> np.ndarray:
-    """What a group of layers needs of the sequences: slots and pages, int64 [2, MAX_PROMPTS + 1]."""
+def pages_of(sequences: Sequence[CachedSequence], tables: Tables) -> np.ndarray:
+    """What a group of layers needs of the sequences: slots and numbers of exact pages, int64 [2, MAX_PROMPTS + 1]."""
     slots = np.full(MAX_PROMPTS + 1, tables.padding_slot, np.int64)
     slots[: len(sequences)] = [sequence.slot for sequence in sequences]
     return np.stack((slots, np.maximum(1, tables.ring_pages[slots])))
 
 
-def exact_prompts(starts: Tensor, numbers: Tensor, rows: int, tables: Tables) -> ExactPrompts:
-    """Prompts as a group of layers sees them, from ``starts_of`` and ``numbers_of`` on the device."""
-    row = torch.arange(rows, device=starts.device)
+def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, window: int | None) -> ExactPrompts:
+    """Prompts as a group of layers sees them, from ``lengths_of`` and ``pages_of`` on the device."""
+    (new, cached), (slot, num_pages) = lengths, pages
+    attended = cached if window is None else cached.clamp(max=window)
+    starts, key_starts = _starts(new), _starts(new + attended)
+
+    row = torch.arange(rows, device=lengths.device)
     sequence = torch.searchsorted(starts[1:], row, right=True)
-    position, length = row - starts[sequence], (starts[1:] - starts[:-1])[sequence]
-    slot, pages = (of_each[sequence] for of_each in numbers)
-    position = torch.where(slot == tables.padding_slot, 0, position)  # nobody's may be more than tables of RoPE have
+    within = row - starts[sequence]
+    padding = slot[sequence] == tables.padding_slot
+    position = torch.where(padding, 0, cached[sequence] + within)  # tables of RoPE have no more than real ones
     page = position // PAGE
-    kept = page >= -(-length // PAGE) - pages  # what leaves the window at once is not stored
-    names = tables.exact[slot, page % pages].long()
-    nobody = tables.exact[tables.padding_slot, 0].long()
-    return ExactPrompts(position, torch.where(kept, names, nobody), position % PAGE, starts.int())
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
+    page_id = tables.exact[slot[sequence], page % num_pages[sequence]].long()
+    padding_page = tables.exact[tables.padding_slot, 0].long()
+
+    row = torch.arange(rows + MAX_CACHED, device=lengths.device)
+    sequence = torch.searchsorted(key_starts[1:], row, right=True).clamp(max=MAX_PROMPTS)
+    within = row - key_starts[sequence] - attended[sequence]  # below 0: cached
+    before = cached[sequence] + within
+    source = tables.exact[slot[sequence], before // PAGE % num_pages[sequence]].long() * PAGE + before % PAGE
+    token = (starts[sequence] + within).clamp(max=rows - 1)
+    return ExactPrompts(
+        positions=position,
+        write_page=torch.where(kept, page_id, padding_page),
+        write_offset=position % PAGE,
+        cu_seqlens=starts.int(),
+        cu_seqlens_k=key_starts.int(),
+        sources=torch.where(within < 0, source, -1 - token),
+    )
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """Where sequences of these lengths begin, one after the other, and the last one ends."""
+    return pad(lengths.cumsum(0), (1, 0))
 
 
 class ExactPrefill:
@@ -88,20 +125,22 @@ class ExactPrefill:
         return op not in self.ops.needing_lengths
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] where they remain."""
+        """Stores keys (before RoPE) and values [T, H, d] where they remain, once what a window's ring has in their
+        place has been read."""
         pages = self.store.k[layer], self.store.v[layer]
-        where = part.write_page, part.write_offset
-        self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, *where)
-        part.keys, part.values = self.ops.apply_rope(k, part.positions, self.store.rotary), v.contiguous()
+        rope_keys = self.ops.apply_rope(k, part.positions, self.store.rotary)
+        part.keys, part.values = self.ops.gather_context(rope_keys, v, *pages, part.sources, part.cu_seqlens_k[-1:])
+        self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)
 
     def start(self, layer: int, q: Tensor, part: ExactPrompts, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Attends at once, with queries [T, H_q, d] before RoPE; the returned function has the result."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
+        starts = part.cu_seqlens, None, part.cu_seqlens_k
         out: Tensor
         if self.window is None and sinks is None:
-            out = self.ops.ragged_attention(q, part.keys, part.values, part.cu_seqlens, None)
+            out = self.ops.ragged_attention(q, part.keys, part.values, *starts)
         else:
-            window = self.window or part.num_tokens
-            out = self.ops.causal_window_attention(q, part.keys, part.values, window, sinks, part.cu_seqlens, None)
+            window = self.window or len(part.keys)
+            out = self.ops.causal_window_attention(q, part.keys, part.values, window, sinks, *starts)
         return lambda: out

@@ -42,18 +42,25 @@ def attend_blocks(
 
 
 def attend_sequences(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention [n, H_q, d] over all of k, v [m, H, d], and float32 log-sum-exp [n, H_q]; as above otherwise.
 
     Args:
         causal: q are the last n of the m positions, and each sees those up to its own; otherwise it sees all.
-        cu_seqlens: int32 [S + 1], the start of each of S packed sequences, from 0 to n, read on the device; there are
-            as many keys as queries, and attention is causal within each sequence. None for a single sequence.
+        cu_seqlens: int32 [S + 1], the start of each of S packed sequences' queries, from 0 to n, read on the device;
+            attention is causal within each sequence. None for a single sequence.
+        cu_seqlens_k: int32 [S + 1], the start of each one's keys, from 0 to m or less, read on the device and not
+            checked; None where there are as many keys as queries.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    torch.ops.shadowkv_cuda.attend_sequences_sm90(q, k, v, cu_seqlens, causal, _scale(q), taken, out, lse)
+    torch.ops.shadowkv_cuda.attend_sequences_sm90(q, k, v, cu_seqlens, cu_seqlens_k, causal, _scale(q), taken, out, lse)
     return out, lse
 
 

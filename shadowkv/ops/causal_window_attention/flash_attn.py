@@ -24,9 +24,11 @@ def causal_window_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256, n at least 1."""
     if cu_seqlens is not None:
-        return of_each(partial(causal_window_attention, window=window, sinks=sinks), q, k, v, cu_seqlens, lengths)
+        attend_each = partial(causal_window_attention, window=window, sinks=sinks)
+        return of_each(attend_each, q, k, v, cu_seqlens, lengths, cu_seqlens_k)
     out, lse = attend(q, k, v, causal=True, window=window)
     return out if sinks is None else add_sinks(out, lse, sinks)[0]

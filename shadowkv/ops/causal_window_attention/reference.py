@@ -26,18 +26,21 @@ def causal_window_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each over the newest
     ``window`` positions up to its own.
 
     Args:
         sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
-        cu_seqlens: None for one sequence. Of S packed ones, which are whole (n = m) and see themselves alone: int32
-            [S + 1], the start of each, from 0 to n.
-        lengths: tokens of each of those, for the host; None where only the device knows them, as in a graph.
+        cu_seqlens: None for one sequence. Of S packed ones, each of which sees itself alone: int32 [S + 1], the start
+            of each one's queries, from 0 to n.
+        lengths: queries of each of those, for the host; None where only the device knows them, as in a graph.
+        cu_seqlens_k: int32 [S + 1], the start of each one's keys, from 0 to m or less; None where n = m and they are
+            whole.
     """
     attend = partial(_attend, window=window, sinks=sinks)
-    return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, cu_seqlens, lengths)
+    return attend(q, k, v) if cu_seqlens is None else of_each(attend, q, k, v, cu_seqlens, lengths, cu_seqlens_k)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:

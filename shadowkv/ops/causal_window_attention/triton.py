@@ -20,6 +20,7 @@ def causal_window_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
-    return attend(q, k, v, cu_seqlens, window, sinks)
+    return attend(q, k, v, cu_seqlens, cu_seqlens_k, window, sinks)

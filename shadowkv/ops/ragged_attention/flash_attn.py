@@ -13,7 +13,12 @@ __all__ = ["missing", "ragged_attention", "supports"]
 
 
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256; can be captured in a
     CUDA graph."""
@@ -22,5 +27,6 @@ def ragged_attention(
     from flash_attn import flash_attn_varlen_func
 
     longest = len(q) if lengths is None else max(lengths)
-    out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+    starts, most = (cu_seqlens, longest) if cu_seqlens_k is None else (cu_seqlens_k, len(k))
+    out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, starts, longest, most, causal=True)
     return out

@@ -28,29 +28,41 @@ PLANS = 8
 
 
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims of 64, 128 or 256. A pack is planned in its first call,
     which waits for the one before; cannot be captured in a CUDA graph."""
     if not len(q):
         return torch.empty_like(q)
-    lengths = cu_seqlens.diff().tolist() if lengths is None else lengths
-    out: Tensor = _planned(tuple(lengths), q.shape[1:], k.shape[1], q.dtype, q.device).run(q, k, v)
+    lengths = tuple(cu_seqlens.diff().tolist() if lengths is None else lengths)
+    keys = lengths if cu_seqlens_k is None else tuple(cu_seqlens_k.diff().tolist())
+    out: Tensor = _planned(lengths, keys, q.shape[1:], k.shape[1], q.dtype, q.device).run(q, k, v)
     return out
 
 
 @lru_cache(PLANS)
 def _planned(
-    lengths: tuple[int, ...], query: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device
+    lengths: tuple[int, ...],
+    keys: tuple[int, ...],
+    query: torch.Size,
+    kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
-    """The library's object that attends to a pack, for queries [H_q, d]."""
+    """The library's object that attends to a pack of ``lengths`` queries [H_q, d] over ``keys`` keys."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     workspace, copied = _workspace(device)
     copied.synchronize()  # a plan that was dropped may be on its way from pinned memory, which is given to the next
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # on the host, so that it need not be read
-    wrapper.plan(starts, starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
+    # On the host, so that they need not be read.
+    starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
+    wrapper.plan(starts, key_starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
     copied.record()
     return wrapper
 

@@ -20,10 +20,15 @@ def supports(case: Case) -> list[str]:
 
 
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
-    return attend(q, k, v, cu_seqlens)
+    return attend(q, k, v, cu_seqlens, cu_seqlens_k)
 
 
 def attend(
@@ -31,6 +36,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -45,7 +51,8 @@ def attend(
     rows, keys = (128, 64) if narrow else (64, 32)
     # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.
     _attend[(tokens // rows + count, heads)](
-        q, k, v, cu_seqlens, sinks, out, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, sinks, out,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         count, tokens, len(k) - tokens, window or 0, 1 / (math.sqrt(dim) * math.log(2)),
         GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block, PACKED=cu_seqlens is not None,
         WINDOWED=window is not None, SINKS=sinks is not None,
@@ -55,12 +62,13 @@ def attend(
 
 
 @triton.jit(
-    do_not_specialize=["count", "tokens", "before", "window"], do_not_specialize_on_alignment=["cu_seqlens", "sinks"]
+    do_not_specialize=["count", "tokens", "before", "window"],
+    do_not_specialize_on_alignment=["cu_seqlens", "cu_seqlens_k", "sinks"],
 )
 def _attend(
-    q, k, v, cu_seqlens, sinks, out, q_row, q_head, k_row, k_head, v_row, v_head, count, tokens, before, window, scale,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, cu_seqlens, cu_seqlens_k, sinks, out, q_row, q_head, k_row, k_head, v_row, v_head, count, tokens, before,
+    window, scale, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of one sequence and head. A sequence that is not packed has ``before`` positions without
     queries first."""
@@ -77,8 +85,11 @@ def _attend(
         start = tl.load(cu_seqlens + sequence)
         length = tl.load(cu_seqlens + sequence + 1) - start
         first = (tile - start // ROWS - sequence) * ROWS
+        key_start = tl.load(cu_seqlens_k + sequence)
+        before = tl.load(cu_seqlens_k + sequence + 1) - key_start - length
     else:
         start = tl.full((), 0, tl.int32)
+        key_start = start
         length = tokens
         first = tile * ROWS
 
@@ -87,8 +98,8 @@ def _attend(
     x = tl.load(
         q + (base + row)[:, None] * q_row + head * q_head + dim[None, :], mask=lives, other=0.0
     )  # [ROWS, DIM_BLOCK]
-    keys = k + base * k_row + head // GROUP * k_head
-    values = v + base * v_row + head // GROUP * v_head
+    keys = k + key_start.to(tl.int64) * k_row + head // GROUP * k_head
+    values = v + key_start.to(tl.int64) * v_row + head // GROUP * v_head
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
@@ -100,13 +111,13 @@ def _attend(
             most, total, sums, True, True, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     else:
-        # All rows see the keys before their tile.
+        seen_by_all = tl.minimum(from_here // KEYS * KEYS, end)  # whole blocks of keys before the tile
         most, total, sums = _add(
-            x, keys, values, k_row, v_row, position, 0, tl.minimum(from_here, end), end, window, scale,
+            x, keys, values, k_row, v_row, position, 0, seen_by_all, end, window, scale,
             most, total, sums, False, False, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
         most, total, sums = _add(
-            x, keys, values, k_row, v_row, position, from_here, end, end, window, scale,
+            x, keys, values, k_row, v_row, position, seen_by_all, end, end, window, scale,
             most, total, sums, True, False, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     if SINKS:

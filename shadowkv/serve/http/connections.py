@@ -228,7 +228,7 @@ class Connection(H11Protocol):
         self.config.counts.connections = len(self.connections)
 
     def _are_too_many(self) -> bool:
-        return self.config.counts.connections > self.config.settings.limit_concurrency
+        return self.config.counts.connections > self.config.settings.max_connections
 
     def _make_room(self) -> None:
         """Closes the connection of this process that has owed something longest; only if all are being answered is this
@@ -242,7 +242,7 @@ class Connection(H11Protocol):
             self._count()
 
     def _too_many(self) -> str:
-        open_now = counted(self.config.settings.limit_concurrency, "connection")
+        open_now = counted(self.config.settings.max_connections, "connection")
         return f"this server has {open_now} open (--limit-concurrency)"
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:

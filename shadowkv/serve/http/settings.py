@@ -1,4 +1,4 @@
-"""How the server treats its clients: accepted keys, and limits on size, number and time; every field is a flag."""
+"""Settings of the HTTP server: API, access, TLS, logs, limits and storage; every field is a flag of the same name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import ssl
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from shadowkv.installation import adding
 from shadowkv.serve.bodies.api_error import ApiError
@@ -21,107 +21,211 @@ from shadowkv.serve.text.tool_formats import (
     ToolFormat,
     tool_format,
 )
+from shadowkv.settings import NOT_NEGATIVE, POSITIVE, Check, setting, values_of, violations
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
-LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
+"""Environment variable of API keys, one per line: a command line is visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""What names of metrics may begin with, for dashboards and autoscalers that are made for these servers. llama.cpp has
-other metrics, too (``llama_metrics.py``)."""
+"""Prefixes of metrics' names, for dashboards and autoscalers that are made for these servers. llama.cpp has metrics of
+its own, too (``llama_metrics.py``)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine to itself."""
 
-SWITCHES = (
-    ("--ui", "the page at /, and what it alone asks for (default: there is one)"),
-    ("--slots", "/slots, which says how many sequences run (default: it is there)"),
-    ("--metrics", "/metrics, for Prometheus (default: it is there)"),
-    (
-        "--cache-salt-by-key",
-        "cached prompts and saves belong to the API key that they came with (default: with two keys or more)",
-    ),
-)
-"""Flags that are turned on or, with ``--no-`` before their names, off; and what of."""
-
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 """uvicorn's."""
+
+DEFAULT_CONNECTIONS = 2048
+
+API, ACCESS, CORS, TLS = "API", "access", "cross-origin requests (CORS)", "TLS"
+LOGS, LIMITS, STORAGE = "logs and metrics", "limits", "storage"
+"""Groups of flags."""
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """One value of a flag with several values: a name, or as in vLLM a JSON list of names; raises ArgumentTypeError."""
+    if not text.startswith("["):
+        return (text,)
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = [None]
+    if not all(isinstance(name, str) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} begins like a JSON list, but is not a JSON list of strings")
+    return tuple(names)
+
+
+def _seconds(default: float, help: str) -> Any:
+    """A field for a time limit."""
+    return setting(default, LIMITS, help, metavar="SECONDS", check=NOT_NEGATIVE)
+
+
+def _is_key(key: str) -> bool:
+    """Whether an Authorization header can carry it."""
+    return key.isascii() and key.isprintable() and bool(key) and key == key.strip()
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits of the server; 0 seconds means no limit, and for ``keep_alive_interval`` that none are sent.
+    """Settings of the HTTP server. Times are in seconds.
 
-    ``timeout_keep_alive``, ``limit_concurrency`` and ``h11_max_incomplete_event_size`` are uvicorn's names,
-    those of the other time-outs are nginx's.
+    Names are those of vLLM where it has the setting, otherwise uvicorn's (``timeout_keep_alive``,
+    ``limit_concurrency``, ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
 
-    ``tool_call_parser``, ``enable_auto_tool_choice`` and ``reasoning_parser`` are vLLM's: the format in which the model
-    writes tool calls, which most chat templates reveal; that a server must not start without knowing it; and the tags
-    of the model's thoughts. The fields for the model's names to clients, of which answers have the first, keys,
-    cross-origin pages (CORS), TLS, the path before all others, the log and traces have vLLM's names, too.
-
-    ``allowed_hosts`` are the hosts by which requests may name the server; with none it is any. A page of another site
-    can have its own name stand for 127.0.0.1 (DNS rebinding), and is then of the server's origin to a browser.
-    ``cache_salt_by_key`` keeps the cached prompts and the saves of an API key to itself; None: where there are several.
+    Without ``allowed_hosts``, a page of another site could reach a local server: it lets its own name stand for
+    127.0.0.1 (DNS rebinding), and a browser then takes the server for a part of that site.
 
     Raises:
         SettingsError: values that are not valid; the message lists every one.
     """
 
-    served_model_name: tuple[str, ...] = ()
-    root_path: str = ""
-    api_key: tuple[str, ...] = ()
-    cache_salt_by_key: bool | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    max_concurrent_requests_per_key: int = 0
-    allowed_origins: tuple[str, ...] = ()
-    allow_credentials: bool = False
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = 0
-    disable_uvicorn_access_log: bool = False
-    uvicorn_log_level: str = "warning"
-    otlp_traces_endpoint: str | None = None
-    metrics_prefix: str = METRICS_PREFIXES[0]
-    max_body_mib: float = 32.0
-    request_timeout: float = 0.0
-    shutdown_timeout: float = 10.0
-    keep_alive_interval: float = 15.0
-    client_header_timeout: float = 20.0
-    client_body_timeout: float = 30.0
-    send_timeout: float = 60.0
-    timeout_keep_alive: int = 5
-    limit_concurrency: int = 2048
-    h11_max_incomplete_event_size: int = 2**14
-    storage_mib: float = 256.0
-    storage_dir: str | None = None
-    tool_call_parser: str | None = None
-    enable_auto_tool_choice: bool = False
-    reasoning_parser: str | None = None
-    enable_force_include_usage: bool = False
-    enable_per_request_metrics: bool = False
-    return_tokens_as_token_ids: bool = False
-    trust_request_chat_template: bool = False
-    ui: bool = True
-    slots: bool = True
-    metrics: bool = True
+    served_model_name: tuple[str, ...] = setting(
+        (), API, "model names in the API; responses have the first one (default: the name of its files)", metavar="NAME"
+    )
+    root_path: str = setting(
+        "",
+        API,
+        "path prefix of the API behind a reverse proxy, such as /llm (default: none)",
+        metavar="PATH",
+        check=Check(
+            lambda path: path == "" or (path.startswith("/") and not path.endswith("/")),
+            "must begin with a slash and end without one, as /llm does",
+        ),
+    )
+    tool_call_parser: str | None = setting(
+        None, API, "format of the model's tool calls (default: detected from the chat template)", choices=tuple(FORMATS)
+    )
+    enable_auto_tool_choice: bool = setting(
+        False, API, "refuse to start if the format of the model's tool calls is not known"
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        API,
+        "format in which the model writes its reasoning, which responses then have apart from the answer (default: "
+        "openai_gptoss if the chat template is that of gpt-oss, otherwise none)",
+        choices=tuple(REASONING_PARSERS),
+    )
+    enable_force_include_usage: bool = setting(
+        False, API, "include token counts in every chunk of a stream, whether the request asks for them or not"
+    )
+    enable_per_request_metrics: bool = setting(
+        False, API, "include the request's times in responses of completions and chats"
+    )
+    return_tokens_as_token_ids: bool = setting(False, API, "write tokens in log probabilities as token_id:ID")
+    trust_request_chat_template: bool = setting(
+        False, API, "allow requests to have their own chat_template, which is a program that the server runs"
+    )
+    ui: bool = setting(True, API, "serve the chat page at / and the endpoints that only it uses")
+    slots: bool = setting(True, API, "serve /slots, which shows the running sequences")
+    api_key: tuple[str, ...] = setting(
+        (), ACCESS, f"API keys, of which requests must have one (default: ${KEY_VARIABLE}, one per line)", metavar="KEY"
+    )
+    cache_salt_by_key: bool | None = setting(
+        None, ACCESS, "keep the cached and saved prompts of each API key apart (default: with two or more keys)"
+    )
+    max_concurrent_requests_per_key: int = setting(
+        0,
+        ACCESS,
+        "concurrent requests of one API key; others get a 429; 0 sets no limit",
+        metavar="N",
+        check=NOT_NEGATIVE,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        ACCESS,
+        "host names that requests may use for this server; '*' allows all (default: if there are no API keys and "
+        "--host is this machine itself, the names of this machine; otherwise all)",
+        parse=parse_names,
+        metavar="HOST",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        CORS,
+        "origins whose web pages may send requests; '*' allows all, localhost those of this machine on any port "
+        "(default: none)",
+        parse=parse_names,
+        metavar="ORIGIN",
+    )
+    allow_credentials: bool = setting(False, CORS, "allow web pages to send cookies and client certificates")
+    allowed_methods: tuple[str, ...] = setting(
+        ("*",), CORS, "methods that web pages may use (default: all)", parse=parse_names, metavar="METHOD"
+    )
+    allowed_headers: tuple[str, ...] = setting(
+        ("*",), CORS, "headers that web pages may send (default: all)", parse=parse_names, metavar="HEADER"
+    )
+    ssl_certfile: str | None = setting(
+        None, TLS, "certificate chain in PEM; the server then speaks HTTPS", metavar="FILE"
+    )
+    ssl_keyfile: str | None = setting(
+        None, TLS, "private key of the certificate, without a password (default: in --ssl-certfile)", metavar="FILE"
+    )
+    ssl_ca_certs: str | None = setting(
+        None, TLS, "CA certificates that client certificates are checked against", metavar="FILE"
+    )
+    ssl_cert_reqs: int = setting(
+        0, TLS, "client certificates: 0 ignores them, 1 checks one if it is sent, 2 requires one", choices=(0, 1, 2)
+    )
+    disable_uvicorn_access_log: bool = setting(
+        False, LOGS, "do not log a line for every request", "--disable-log-requests"
+    )
+    uvicorn_log_level: str = setting("warning", LOGS, "log level of uvicorn, the web server", choices=LOG_LEVELS)
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        LOGS,
+        "URL that OpenTelemetry traces are sent to, over HTTP (default: no traces)",
+        metavar="URL",
+        check=Check(
+            lambda url: url.startswith(("http://", "https://")),
+            "must be a URL, such as http://localhost:4318/v1/traces",
+        ),
+    )
+    metrics: bool = setting(True, LOGS, "serve /metrics for Prometheus")
+    metrics_prefix: str = setting(
+        METRICS_PREFIXES[0], LOGS, "prefix of the names in /metrics", choices=METRICS_PREFIXES
+    )
+    max_body_mib: float = setting(32.0, LIMITS, "maximum size of a request body", metavar="MIB", check=POSITIVE)
+    request_timeout: float = _seconds(0.0, "maximum time of a request; a longer one is aborted; 0 sets no limit")
+    shutdown_timeout: float = _seconds(10.0, "time that running requests have to finish after SIGTERM or SIGINT")
+    keep_alive_interval: float = _seconds(
+        15.0, "time after which a stream without output sends a comment to keep the connection open; 0 sends none"
+    )
+    client_header_timeout: float = _seconds(20.0, "maximum time for the header of a request to arrive; 0 sets no limit")
+    client_body_timeout: float = _seconds(
+        30.0, "time over which a request body must arrive at 500 bytes per second or faster; 0 sets no limit"
+    )
+    send_timeout: float = _seconds(
+        60.0, "time after which a client that reads nothing of its response is disconnected; 0 sets no limit"
+    )
+    timeout_keep_alive: int = setting(
+        5, LIMITS, "time after which an idle connection is closed", metavar="SECONDS", check=POSITIVE
+    )
+    limit_concurrency: int | None = setting(
+        None,
+        LIMITS,
+        "maximum number of open connections; beyond it incomplete requests are dropped first, and then new ones get a "
+        f"503 (default: {DEFAULT_CONNECTIONS}, or fewer where the limit of open files is lower)",
+        metavar="N",
+        check=POSITIVE,
+    )
+    h11_max_incomplete_event_size: int = setting(
+        2**14, LIMITS, "maximum size of a request header", metavar="BYTES", check=POSITIVE
+    )
+    storage_mib: float = setting(
+        256.0,
+        STORAGE,
+        "maximum size of the responses, files and batches that are stored for one API key; 0 stores none",
+        metavar="MIB",
+        check=NOT_NEGATIVE,
+    )
+    storage_dir: str | None = setting(
+        None, STORAGE, "directory of stored responses, files and batches (default: a temporary one)", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
-        bad = [
-            f"{name}={getattr(self, name)} must not be negative"
-            for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval", "client_header_timeout")
-            + ("client_body_timeout", "send_timeout", "max_concurrent_requests_per_key", "storage_mib")
-            if not getattr(self, name) >= 0
-        ]
-        bad += [
-            f"{name}={getattr(self, name)} must be positive"
-            for name in ("max_body_mib", "timeout_keep_alive", "limit_concurrency", "h11_max_incomplete_event_size")
-            if not getattr(self, name) > 0
-        ]
-        # Blanks around a key are not part of it in the header that carries it.
+        bad = violations(self)
+        # Blanks around a key are not part of it in the header that carries it. The message does not show the keys.
         if isinstance(self.api_key, str) or not all(map(_is_key, self.api_key)):
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
@@ -134,25 +238,17 @@ class ServerSettings:
             bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            bad.append(f"root_path={self.root_path!r} must begin with a slash and end without one, as /llm does")
-        if self.uvicorn_log_level not in LOG_LEVELS:
-            bad.append(f"uvicorn_log_level={self.uvicorn_log_level!r} must be one of {', '.join(LOG_LEVELS)}")
-        if self.metrics_prefix not in METRICS_PREFIXES:
-            bad.append(f"metrics_prefix={self.metrics_prefix!r} must be one of {', '.join(METRICS_PREFIXES)}")
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
-        if self.tool_call_parser not in (None, *FORMATS):
-            bad.append(f"tool_call_parser={self.tool_call_parser!r} must be one of {', '.join(FORMATS)}")
-        if self.reasoning_parser not in (None, *REASONING_PARSERS):
-            bad.append(f"reasoning_parser={self.reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
         calls, thoughts = self.tool_call_parser, self.reasoning_parser
         if None not in (calls, thoughts) and (calls == HARMONY) != (thoughts == HARMONY_THOUGHTS):
             reason = f"{HARMONY!r} and {HARMONY_THOUGHTS!r} are one format"
             bad.append(f"tool_call_parser={calls!r} does not go with reasoning_parser={thoughts!r}: {reason}")
         if bad:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
+
+    @property
+    def max_connections(self) -> int:
+        """Maximum number of open connections, with or without a ``limit_concurrency``."""
+        return DEFAULT_CONNECTIONS if self.limit_concurrency is None else self.limit_concurrency
 
     @property
     def storage_bytes(self) -> int:
@@ -237,107 +333,7 @@ class ServerSettings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
-        """The settings given by parsed flags."""
-        given = {field.name: getattr(args, field.name) for field in fields(cls)}
-        given["served_model_name"] = None if args.served_model_name is None else tuple(args.served_model_name)
-        for name in LISTS:
-            given[name] = None if given[name] is None else tuple(chain.from_iterable(given[name]))
-        # Also from the environment, one per line: a command line is visible to every user of the machine.
+        """The settings given by parsed flags; API keys are by default those of the environment."""
+        given = values_of(cls, args)
         given["api_key"] = given["api_key"] or tuple(os.environ.get(KEY_VARIABLE, "").splitlines())
-        return cls(**{name: value for name, value in given.items() if value is not None})
-
-    @classmethod
-    def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
-        """Adds every flag; one that is not given is None, which differs from its default."""
-        text = "the model's names to clients; answers have the first (default: its own)"
-        group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=text)
-        text = "what a proxy puts before every path and removes again, such as /llm (default: nothing)"
-        group.add_argument("--root-path", metavar="PATH", help=text)
-        text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
-        group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
-        for flag, text in SWITCHES:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        for flag, metavar, text in (
-            (
-                "--allowed-hosts",
-                "HOST",
-                "that requests may name, '*': any (default: this machine's own names where there "
-                "are no keys and --host is one of them, else any)",
-            ),
-            (
-                "--allowed-origins",
-                "ORIGIN",
-                "whose pages may ask, '*': all, 'localhost': this machine's on any port (CORS; default: none)",
-            ),
-            ("--allowed-methods", "METHOD", "that they may use (default: all)"),
-            ("--allowed-headers", "HEADER", "that they may send (default: all)"),
-        ):
-            group.add_argument(flag, nargs="+", action="extend", type=_names, metavar=metavar, help=text)
-        text = "they may send cookies and certificates"
-        group.add_argument("--allow-credentials", action="store_true", default=None, help=text)
-        for flag, text in (
-            ("--ssl-certfile", "certificate, and those up to the authority's, in PEM: serve https"),
-            ("--ssl-keyfile", "its key (default: in the same file)"),
-            ("--ssl-ca-certs", "authorities of clients' certificates"),
-        ):
-            group.add_argument(flag, metavar="FILE", help=text)
-        text = "clients' certificates: 0: none, 1: checked if there is one, 2: needed (default: 0)"
-        group.add_argument("--ssl-cert-reqs", type=int, choices=[0, 1, 2], help=text)
-        text = "no line in the log for each request"
-        flags = ("--disable-uvicorn-access-log", "--disable-log-requests")
-        group.add_argument(*flags, action="store_true", default=None, help=text)
-        text = f"of the web server's own lines (default: {cls.uvicorn_log_level})"
-        group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, help=text)
-        text = "OpenTelemetry collector that spans of requests go to, over HTTP (default: none)"
-        group.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
-        text = f"what names in /metrics begin with (default: {cls.metrics_prefix})"
-        group.add_argument("--metrics-prefix", choices=METRICS_PREFIXES, help=text)
-        for flag, metavar, text in (
-            ("--max-body-mib", "MIB", "longest request body"),
-            ("--storage-mib", "MIB", "responses, files and batches kept for each API key, 0: none"),
-            ("--request-timeout", "SECONDS", "a request that takes longer is aborted, 0: none"),
-            ("--shutdown-timeout", "SECONDS", "after a signal to stop, time for running requests to end"),
-            ("--keep-alive-interval", "SECONDS", "a silent stream gets a comment this often, 0: never"),
-            ("--client-header-timeout", "SECONDS", "a request's header must come within this time, 0: any"),
-            ("--client-body-timeout", "SECONDS", "a body must come in with 500 bytes/s over this time, 0: any"),
-            ("--send-timeout", "SECONDS", "a client that reads nothing of its answer for so long is cut off, 0: never"),
-            ("--timeout-keep-alive", "SECONDS", "idle connections are closed after"),
-            ("--max-concurrent-requests-per-key", "N", "of each --api-key; more get a 429, 0: any number"),
-            ("--limit-concurrency", "N", "connections at once: silent ones give way, and then more get a 503"),
-            ("--h11-max-incomplete-event-size", "BYTES", "a header that has not ended by then is refused"),
-        ):
-            name = flag.removeprefix("--").replace("-", "_")
-            default = getattr(cls, name)
-            group.add_argument(flag, type=type(default), metavar=metavar, help=f"{text} (default: {default:g})")
-        text = "where those are, so that they outlive the server (default: a folder that goes with it)"
-        group.add_argument("--storage-dir", metavar="DIR", help=text)
-        text = "how the model writes calls of tools (default: as its chat template tells)"
-        group.add_argument("--tool-call-parser", choices=[*FORMATS], help=text)
-        text = "thoughts within <think> and </think> are told apart from the answer (default: only gpt-oss's)"
-        group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
-        for flag, text in (
-            ("--enable-auto-tool-choice", "do not start where it is not known how the model writes calls of tools"),
-            ("--enable-force-include-usage", "every chunk of a stream has the token counts so far, asked for or not"),
-            ("--enable-per-request-metrics", "answers of completions and chats say how long they took, in metrics"),
-            ("--return-tokens-as-token-ids", "log-probabilities name tokens as token_id:ID instead of by their text"),
-            ("--trust-request-chat-template", "requests may have a chat_template, a program, of their own"),
-        ):
-            group.add_argument(flag, action="store_true", default=None, help=text)
-
-
-def _is_key(key: str) -> bool:
-    """Whether an Authorization header can carry it."""
-    return key.isascii() and key.isprintable() and bool(key) and key == key.strip()
-
-
-def _names(text: str) -> list[str]:
-    """One value of a flag that takes several; in vLLM they are one JSON list."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = [None]
-    if not all(isinstance(name, str) for name in names):
-        raise argparse.ArgumentTypeError(f"{text!r} begins like a list in JSON and is none of strings")
-    return list(names)
+        return cls(**given)

@@ -1,0 +1,30 @@
+"""Cached and new rows of packed sequences in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.page import PAGE
+
+
+def gather_context(
+    rope_keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, sources: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [K, H, d] of sequences that attend to what they have cached and to their new tokens.
+
+    Args:
+        rope_keys, values: [T, H, d], new tokens, keys after RoPE.
+        k_pages, v_pages: [N, H, 64, d], views over all exact pages.
+        sources: int64 [K], where a row comes from: ``64 * page + offset`` for a cached token, ``-1 - t`` for the new
+            token t.
+        count: int32 [1], rows that are needed: the first ones. The others may be anything.
+    """
+    new = sources < 0
+    page, offset = sources.clamp(min=0) // PAGE, sources.clamp(min=0) % PAGE
+    token = (-1 - sources).clamp(min=0)
+    keys, gathered = (
+        torch.where(new[:, None, None], own[token], pages[page, :, offset])
+        for own, pages in ((rope_keys, k_pages), (values, v_pages))
+    )
+    return keys, gathered
