@@ -194,9 +194,9 @@ def test_a_warp_takes_as_many_selected_tokens_as_the_launch_splits_by() -> None:
 
 def test_a_block_of_sign_scores_walks_no_more_pages_than_it_can_name() -> None:
     assert definitions("kernels/sign_scores/sign_scores.cuh", "kPages") == [(4,)]
-    (most,) = definitions("kernels/sign_scores/sign_scores.cuh", "kMostRunPages")
+    (most,) = definitions("kernels/sign_scores/sign_scores.cuh", "kMaxBlockPages")
     for count in (1, 5, 1000, 10**6):
-        assert sign_scores_cuda.run_pages(count, 100) % 4 == 0 < sign_scores_cuda.run_pages(count, 100) <= most[0]
+        assert sign_scores_cuda.block_pages(count, 100) % 4 == 0 < sign_scores_cuda.block_pages(count, 100) <= most[0]
 
 
 def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ struct PageEntry {
   int64_t rows;
 };
 
-// A run of entries of one sequence, for one kv head.
+// Neighbouring entries of one sequence, for one kv head.
 struct PageTask {
   int64_t sequence, head;
   int64_t first, last;  // entries

@@ -19,13 +19,14 @@ inline void check(const at::Tensor& x, const char* name, int64_t dims, at::Scala
   TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
 }
 
-// Calls `work` in every thread with runs of tasks, `first` to `last`, that read memory in order.
+// Calls `work` in every thread with ranges of tasks, `first` to `last`, that read memory in order.
 template <typename Work>
-void share_runs(int64_t tasks, const Work& work) {
-  TaskRuns runs;
+void share_ranges(int64_t tasks, const Work& work) {
+  TaskRanges ranges;
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (TaskRun run; (run = runs.draw(tasks, TaskRuns::parts_for(threads))).size() > 0;) work(run.first, run.last);
+    for (TaskRange range; (range = ranges.draw(tasks, TaskRanges::parts_for(threads))).size() > 0;)
+      work(range.first, range.last);
   });
 }
 

@@ -9,17 +9,17 @@
 namespace shadowkv {
 
 // Tasks `first` to `last`; none where these are equal.
-struct TaskRun {
+struct TaskRange {
   int64_t first, last;
 
   int64_t size() const { return last - first; }
 };
 
-class TaskRuns {
+class TaskRanges {
  public:
   // The next of so many tasks: one part of those that are left, at least one task. Parts become smaller, so that
   // threads end at about the same time, and what follows a task in memory is nearly always read by the same thread.
-  TaskRun draw(int64_t tasks, int64_t parts) {
+  TaskRange draw(int64_t tasks, int64_t parts) {
     int64_t first = next.load(std::memory_order_relaxed), count;
     do {
       if (first >= tasks) return {tasks, tasks};

@@ -29,11 +29,12 @@ void pause() {
 #endif
 }
 
-int64_t count_runs(int64_t rows, int64_t per_task) { return (rows + per_task - 1) / per_task; }
+int64_t tasks_of_rows(int64_t rows, int64_t per_task) { return (rows + per_task - 1) / per_task; }
 
 int64_t count_products(const Projection& by) {
   int64_t count = 0;
-  for (const MatrixRun& run : by.runs) count += count_runs(run.rows, rows_per_task(WEIGHTS_PER_TASK, by.columns));
+  for (const RowBlock& part : by.row_blocks)
+    count += tasks_of_rows(part.rows, rows_per_task(WEIGHTS_PER_TASK, by.columns));
   return count;
 }
 
@@ -67,11 +68,11 @@ void DecodeLayers::run() {
   Scratch scratch = {MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim)};
   for (int64_t stage = first; stage < last; ++stage) {
     const int64_t tasks = count_tasks(stage);
-    const int64_t parts = is_product(stage) ? TaskRuns::parts_for(threads) : tasks;
+    const int64_t parts = is_product(stage) ? TaskRanges::parts_for(threads) : tasks;
     Progress& at = progress[stage];
-    for (TaskRun run; (run = at.next.draw(tasks, parts)).size() > 0;) {
-      for (int64_t task = run.first; task < run.last; ++task) run_task(stage, task, scratch);
-      at.done.fetch_add(run.size(), std::memory_order_release);
+    for (TaskRange range; (range = at.next.draw(tasks, parts)).size() > 0;) {
+      for (int64_t task = range.first; task < range.last; ++task) run_task(stage, task, scratch);
+      at.done.fetch_add(range.size(), std::memory_order_release);
     }
     for (int spins = 0; at.done.load(std::memory_order_acquire) < tasks;)
       if (++spins < SPINS)
@@ -182,17 +183,17 @@ void DecodeLayers::multiply(
     const Projection& by, Input& x, int64_t task, MatmulScratch& scratch, std::vector<float>& out) const {
   const int64_t per_task = rows_per_task(WEIGHTS_PER_TASK, by.columns);
   float* to = out.data();
-  for (const MatrixRun& run : by.runs) {
-    const int64_t tasks = count_runs(run.rows, per_task);
+  for (const RowBlock& part : by.row_blocks) {
+    const int64_t tasks = tasks_of_rows(part.rows, per_task);
     if (task < tasks) {
-      const int64_t start = task * per_task, stop = std::min(start + per_task, run.rows);
-      if (run.blocks)
-        return multiply_rows(*run.blocks, x.activations, start, stop, scratch, to, by.rows);
+      const int64_t start = task * per_task, stop = std::min(start + per_task, part.rows);
+      if (part.blocks)
+        return multiply_rows(*part.blocks, x.activations, start, stop, scratch, to, by.rows);
       return SHADOWKV_BEST(multiply_plain)(
-          run.floats, run.row_size, by.columns, x.floats.data(), sizes.batch, start, stop, to, by.rows);
+          part.floats, part.row_size, by.columns, x.floats.data(), sizes.batch, start, stop, to, by.rows);
     }
     task -= tasks;
-    to += run.rows;
+    to += part.rows;
   }
 }
 

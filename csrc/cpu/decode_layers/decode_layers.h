@@ -15,7 +15,7 @@
 namespace shadowkv {
 
 // Rows of a matrix that are stored alike: blocks, or floats.
-struct MatrixRun {
+struct RowBlock {
   std::optional<QuantisedMatrix> blocks;
   const float* floats;
   int64_t row_size;  // floats from one row to the next
@@ -23,7 +23,7 @@ struct MatrixRun {
 };
 
 struct Projection {
-  std::vector<MatrixRun> runs;
+  std::vector<RowBlock> row_blocks;
   const float* bias;  // null for none
   int64_t rows, columns;
 };
@@ -60,7 +60,7 @@ struct LayerBuffers {
   float* lse;       // [batch, heads * group]
 };
 
-// A run of layers, of which the first may begin behind its attention, and the last end with it.
+// Layers that follow one another, of which the first may begin behind its attention, and the last end with it.
 class DecodeLayers {
  public:
   // Arguments are to outlive it.
@@ -75,7 +75,7 @@ class DecodeLayers {
   enum Stage { INPUT, QKV, HEADS, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, ACTIVATION, DOWN, STAGES };
 
   struct Progress {
-    TaskRuns next;
+    TaskRanges next;
     std::atomic<int64_t> done{0};
   };
 

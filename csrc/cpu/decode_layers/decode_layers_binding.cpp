@@ -34,16 +34,16 @@ struct Lists {
   const c10::List<std::optional<Tensor>>& vectors;
   at::TensorList matrices;
   const std::vector<std::string>& forms;
-  at::IntArrayRef runs;
+  at::IntArrayRef row_blocks;
   size_t vector = 0, matrix = 0, projection = 0;
 
   // Rows of a projection of the first layer: sizes that the lists alone say, and that all layers are checked against.
   int64_t rows_of(int64_t number) const {
     int64_t first = 0, rows = 0;
-    for (int64_t i = 0; i < number; ++i) first += runs[i];
-    for (int64_t i = first; i < first + runs[number]; ++i) {
+    for (int64_t i = 0; i < number; ++i) first += row_blocks[i];
+    for (int64_t i = first; i < first + row_blocks[number]; ++i) {
       TORCH_CHECK(
-          i >= 0 && i < static_cast<int64_t>(matrices.size()), "runs are of more than ", matrices.size(), " matrices");
+          i >= 0 && i < static_cast<int64_t>(matrices.size()), "row_blocks are of more than ", matrices.size(), " matrices");
       rows += matrices[i].size(0);
     }
     return rows;
@@ -54,13 +54,13 @@ struct Lists {
   shadowkv::Projection next_projection(const char* name, int64_t rows, int64_t columns) {
     shadowkv::Projection result = {{}, nullptr, rows, columns};
     int64_t count = 0;
-    for (int64_t i = 0; i < runs[projection]; ++i, ++matrix) {
-      TORCH_CHECK(matrix < matrices.size(), "runs are of more than ", matrices.size(), " matrices");
+    for (int64_t i = 0; i < row_blocks[projection]; ++i, ++matrix) {
+      TORCH_CHECK(matrix < matrices.size(), "row_blocks are of more than ", matrices.size(), " matrices");
       const Tensor& x = matrices[matrix];
       if (forms[matrix].empty()) {
         check(x, name, 2, at::kFloat);
         TORCH_CHECK(x.size(1) == columns && x.stride(1) == 1, name, " has shape ", x.sizes(), ", not ", columns, " columns");
-        result.runs.push_back({std::nullopt, x.const_data_ptr<float>(), x.stride(0), x.size(0)});
+        result.row_blocks.push_back({std::nullopt, x.const_data_ptr<float>(), x.stride(0), x.size(0)});
       } else {
         const shadowkv::BlockFormat* format = shadowkv::find_block_format(forms[matrix]);
         TORCH_CHECK(format != nullptr, "no format of blocks is called ", forms[matrix]);
@@ -68,7 +68,7 @@ struct Lists {
         TORCH_CHECK(
             x.stride(1) == 1 && x.size(1) * format->values == columns * format->bytes, name, " has rows of ", x.size(1),
             " bytes, not ", columns, " numbers in ", format->name);
-        result.runs.push_back(
+        result.row_blocks.push_back(
             {shadowkv::QuantisedMatrix{x.const_data_ptr<uint8_t>(), x.stride(0), x.size(0), columns, format->kind},
              nullptr, 0, x.size(0)});
       }
@@ -138,15 +138,15 @@ int64_t check_layers(at::TensorList k_pages, at::TensorList v_pages) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
     const Tensor& x, const std::optional<Tensor>& attended, const c10::List<std::optional<Tensor>>& vectors,
-    at::TensorList matrices, std::vector<std::string> forms, at::IntArrayRef runs, at::TensorList k_pages,
+    at::TensorList matrices, std::vector<std::string> forms, at::IntArrayRef row_blocks, at::TensorList k_pages,
     at::TensorList v_pages, const Tensor& cos, const Tensor& sin, bool interleaved, double eps, const Tensor& positions,
     const Tensor& pages, const Tensor& counts, const Tensor& write_page, const Tensor& write_offset,
     bool to_attention) {
   const int64_t count = k_pages.size();
   TORCH_CHECK(
       count > 0 && v_pages.size() == k_pages.size() && static_cast<int64_t>(vectors.size()) == VECTORS * count &&
-          static_cast<int64_t>(runs.size()) == PROJECTIONS * count && forms.size() == matrices.size(),
-      count, " layers have ", vectors.size(), " vectors and ", runs.size(), " projections, and ", matrices.size(),
+          static_cast<int64_t>(row_blocks.size()) == PROJECTIONS * count && forms.size() == matrices.size(),
+      count, " layers have ", vectors.size(), " vectors and ", row_blocks.size(), " projections, and ", matrices.size(),
       " matrices ", forms.size(), " formats");
   TORCH_CHECK(!attended.has_value() || !to_attention || count > 1, "one layer cannot begin behind its attention and end with it");
   check(x, "x", 2, at::kFloat);
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
       numbers_of(positions, "position", batch, cos.size(0)), numbers_of(write_page, "page", batch, num_pages),
       numbers_of(write_offset, "offset", batch, k.size(2))};
 
-  Lists lists = {vectors, matrices, forms, runs};
+  Lists lists = {vectors, matrices, forms, row_blocks};
   const int64_t qkv_rows = lists.rows_of(0), gate_up_rows = lists.rows_of(2);
   const int64_t query_heads = qkv_rows / dim - 2 * heads;
   TORCH_CHECK(
@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> decode_layers(
 
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
-      "decode_layers(Tensor x, Tensor? attended, Tensor?[] vectors, Tensor[] matrices, str[] forms, int[] runs, "
+      "decode_layers(Tensor x, Tensor? attended, Tensor?[] vectors, Tensor[] matrices, str[] forms, int[] row_blocks, "
       "Tensor(a!)[] k_pages, Tensor(b!)[] v_pages, Tensor cos, Tensor sin, bool interleaved, float eps, "
       "Tensor positions, Tensor pages, Tensor counts, Tensor write_page, Tensor write_offset, bool to_attention) -> "
       "(Tensor, Tensor, Tensor, Tensor)");

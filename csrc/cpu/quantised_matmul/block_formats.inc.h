@@ -102,8 +102,8 @@ struct UnpackQ8_0 {
   }
 };
 
-// 8 runs of 32 4-bit codes, two runs in 32 bytes; scales and minima of the runs have 6 bits, stored in two pieces for
-// the last four runs.
+// 8 groups of 32 4-bit codes, two groups in 32 bytes; scales and minima of the groups have 6 bits, stored in two pieces
+// for the last four groups.
 struct UnpackQ4_K {
   static constexpr BlockFormat FORMAT = BLOCK_FORMATS[Q4_K];
 

@@ -1,9 +1,9 @@
-// Runs of 32 activations as integers, and sums of their products with the codes of blocks, included once per instruction
-// set that multiplies bytes.
+// Groups of 32 activations as integers, and sums of their products with the codes of blocks, included once per
+// instruction set that multiplies bytes.
 //
 // Codes are multiplied as the integers that they are. Activations become integers of 21 bits, times a scale for every
 // 32, which loses about what float32 loses in the sum of a product, and these three digits of 7 bits, as bytes are what
-// CPUs multiply fastest. Sums of a run are exact.
+// CPUs multiply fastest. Sums of a group are exact.
 
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef int32_t Ints8 __attribute__((vector_size(32)));
@@ -113,8 +113,8 @@ static SHADOWKV_INLINE void write_digits(const int32_t* x, int32_t* to) {
 }
 
 // Of every format: a number is (code - OFFSET) * scale + minimum. `parameters` reads scales, and minima where there are
-// any, of up to 8 runs of 32 from a block on, `codes` the codes of one of them. Where a run has two SCALES, those of all
-// first halves come before those of the second.
+// any, of up to 8 groups of 32 from a block on, `codes` the codes of one of them. Where a group has two SCALES, those of
+// all first halves come before those of the second.
 template <BlockKind>
 struct BlockCodes;
 
@@ -124,12 +124,12 @@ struct BlockCodes<Q4_0> {
   static constexpr int SCALES = 1, OFFSET = 8;
   static constexpr bool HAS_MINIMA = false;
 
-  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8&) {
-    *scales = halves_to_floats<BLOCK_FORMATS[Q4_0].bytes>(block, runs);
+  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t groups, Floats8* scales, Floats8&) {
+    *scales = halves_to_floats<BLOCK_FORMATS[Q4_0].bytes>(block, groups);
   }
 
-  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
-    return load_nibbles(block + run * BLOCK_FORMATS[Q4_0].bytes + 2);
+  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t group) {
+    return load_nibbles(block + group * BLOCK_FORMATS[Q4_0].bytes + 2);
   }
 };
 
@@ -138,13 +138,13 @@ struct BlockCodes<Q4_1> {
   static constexpr int SCALES = 1, OFFSET = 0;
   static constexpr bool HAS_MINIMA = true;
 
-  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8& minima) {
-    *scales = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block, runs);
-    minima = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block + 2, runs);
+  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t groups, Floats8* scales, Floats8& minima) {
+    *scales = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block, groups);
+    minima = halves_to_floats<BLOCK_FORMATS[Q4_1].bytes>(block + 2, groups);
   }
 
-  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
-    return load_nibbles(block + run * BLOCK_FORMATS[Q4_1].bytes + 4);
+  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t group) {
+    return load_nibbles(block + group * BLOCK_FORMATS[Q4_1].bytes + 4);
   }
 };
 
@@ -153,12 +153,12 @@ struct BlockCodes<Q8_0> {
   static constexpr int SCALES = 1, OFFSET = 128;
   static constexpr bool HAS_MINIMA = false;
 
-  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t runs, Floats8* scales, Floats8&) {
-    *scales = halves_to_floats<BLOCK_FORMATS[Q8_0].bytes>(block, runs);
+  static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t groups, Floats8* scales, Floats8&) {
+    *scales = halves_to_floats<BLOCK_FORMATS[Q8_0].bytes>(block, groups);
   }
 
-  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
-    return add_128(load_codes(block + run * BLOCK_FORMATS[Q8_0].bytes + 2));
+  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t group) {
+    return add_128(load_codes(block + group * BLOCK_FORMATS[Q8_0].bytes + 2));
   }
 };
 
@@ -168,15 +168,15 @@ struct BlockCodes<Q4_K> {
   static constexpr bool HAS_MINIMA = true;
 
   static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t, Floats8* scales, Floats8& minima) {
-    float of_runs[8], least[8];
-    UnpackQ4_K::read_scales(block, of_runs, least);
-    *scales = load8(of_runs);
+    float of_groups[8], least[8];
+    UnpackQ4_K::read_scales(block, of_groups, least);
+    *scales = load8(of_groups);
     minima = -load8(least);
   }
 
-  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
-    const Codes pair = load_codes(block + 16 + 32 * (run / 2));
-    return run % 2 == 0 ? low_nibbles(pair) : high_nibbles(pair);
+  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t group) {
+    const Codes pair = load_codes(block + 16 + 32 * (group / 2));
+    return group % 2 == 0 ? low_nibbles(pair) : high_nibbles(pair);
   }
 };
 
@@ -188,13 +188,13 @@ struct BlockCodes<Q6_K> {
 
   static SHADOWKV_INLINE void parameters(const uint8_t* block, int64_t, Floats8* scales, Floats8&) {
     const float unit = half_to_float(block + 208);
-    for (int run = 0; run < 8; ++run)
-      for (int half = 0; half < 2; ++half) scales[half][run] = unit * (int8_t)block[192 + 2 * run + half];
+    for (int group = 0; group < 8; ++group)
+      for (int half = 0; half < 2; ++half) scales[half][group] = unit * (int8_t)block[192 + 2 * group + half];
   }
 
-  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t run) {
-    const uint8_t *lower = block + 64 * (run / 4), *upper = block + 128 + 32 * (run / 4);
-    switch (run % 4) {
+  static SHADOWKV_INLINE Codes codes(const uint8_t* block, int64_t group) {
+    const uint8_t *lower = block + 64 * (group / 4), *upper = block + 128 + 32 * (group / 4);
+    switch (group % 4) {
       case 0: return with_upper_bits<0>(low_nibbles(load_codes(lower)), load_codes(upper));
       case 1: return with_upper_bits<2>(low_nibbles(load_codes(lower + 32)), load_codes(upper));
       case 2: return with_upper_bits<4>(high_nibbles(load_codes(lower)), load_codes(upper));
@@ -204,7 +204,7 @@ struct BlockCodes<Q6_K> {
 };
 
 // 32 activations as integers, their scale, which is NaN where a number is not finite, and their sum.
-static SHADOWKV_INLINE void make_run(const float* x, int32_t* to, float& scale, float& total) {
+static SHADOWKV_INLINE void make_group(const float* x, int32_t* to, float& scale, float& total) {
   int32_t bits[32], largest_bits = 0, numbers[32], sum = 0;
   __builtin_memcpy(bits, x, sizeof bits);
   for (int i = 0; i < 32; ++i) {
@@ -226,12 +226,12 @@ static SHADOWKV_INLINE void make_run(const float* x, int32_t* to, float& scale, 
   total = (float)sum * scale;
 }
 
-static void make_integers(const float* x, int64_t columns, IntegerRuns* to) {
-  for (int64_t run = 0; run < runs_of(columns) * 8; ++run) {
-    IntegerRuns& runs = to[run / 8];
-    if (32 * run < columns)
-      make_run(x + 32 * run, runs.numbers[run % 8], runs.scale[run % 8], runs.total[run % 8]);
+static void make_integers(const float* x, int64_t columns, IntegerGroups* to) {
+  for (int64_t group = 0; group < groups_of(columns) * 8; ++group) {
+    IntegerGroups& groups = to[group / 8];
+    if (32 * group < columns)
+      make_group(x + 32 * group, groups.numbers[group % 8], groups.scale[group % 8], groups.total[group % 8]);
     else
-      runs.scale[run % 8] = runs.total[run % 8] = 0.0f;
+      groups.scale[group % 8] = groups.total[group % 8] = 0.0f;
   }
 }

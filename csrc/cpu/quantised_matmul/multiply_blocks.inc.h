@@ -9,7 +9,7 @@
 
 // The first `count` numbers from a block on.
 template <typename Blocks>
-static SHADOWKV_INLINE void unpack_run(const uint8_t* block, int64_t count, float* to) {
+static SHADOWKV_INLINE void unpack_numbers(const uint8_t* block, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += Blocks::FORMAT.values) {
     Blocks::unpack(block, to + i);
     block += Blocks::FORMAT.bytes;
@@ -58,7 +58,7 @@ static void multiply_tile(
       // The same for the next tile: pieces of rows are too short for the hardware prefetcher.
       for (int64_t i = 0; i < columns / Blocks::FORMAT.values * Blocks::FORMAT.bytes; i += 64)
         __builtin_prefetch(block + ROWS * matrix.row_bytes + i);
-      unpack_run<Blocks>(block, columns, panel + row * PANEL);
+      unpack_numbers<Blocks>(block, columns, panel + row * PANEL);
     }
     in_blocks(tokens, [&](auto count, int64_t token) {
       add_products<decltype(count)::value>(
@@ -86,6 +86,6 @@ static void multiply_floats(
 
 static void unpack_blocks(const QuantisedMatrix& matrix, int64_t row, float* out) {
   with_blocks(matrix.kind, [&](auto blocks) {
-    unpack_run<decltype(blocks)>(matrix.blocks + row * matrix.row_bytes, matrix.columns, out);
+    unpack_numbers<decltype(blocks)>(matrix.blocks + row * matrix.row_bytes, matrix.columns, out);
   });
 }

@@ -9,7 +9,7 @@ static SHADOWKV_INLINE Wide four_bytes(const int8_t* from) {
 }
 
 // 32 activations as integers. Their scale is NaN where one is not finite.
-static SHADOWKV_INLINE void make_byte_run(const float* x, ByteRun& to) {
+static SHADOWKV_INLINE void make_byte_group(const float* x, ByteGroup& to) {
   constexpr float LARGEST = 127 * 257;  // with both bytes in [-128, 127]
   const __m512 numbers[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
   const Wide most = _mm512_max_epi32(
@@ -31,15 +31,15 @@ static SHADOWKV_INLINE void make_byte_run(const float* x, ByteRun& to) {
   to.total = (float)-(to.negative[0] + to.negative[1]) * to.scale;
 }
 
-static void make_bytes(const float* x, int64_t columns, ByteRun* to) {
-  for (int64_t i = 0; i < columns; i += 32) make_byte_run(x + i, to[i / 32]);
+static void make_bytes(const float* x, int64_t columns, ByteGroup* to) {
+  for (int64_t i = 0; i < columns; i += 32) make_byte_group(x + i, to[i / 32]);
 }
 
 // What the integers of a sum of products begin with, for codes from -OFFSET on.
 template <typename Tile>
-static SHADOWKV_INLINE Wide before_products(const ByteRun& run, int half) {
+static SHADOWKV_INLINE Wide before_products(const ByteGroup& group, int half) {
   if (Tile::OFFSET == 0) return _mm512_setzero_si512();
-  const int32_t negative = Tile::COLUMNS == 16 ? run.negative[half] : run.negative[0] + run.negative[1];
+  const int32_t negative = Tile::COLUMNS == 16 ? group.negative[half] : group.negative[0] + group.negative[1];
   return all_lanes(negative * Tile::OFFSET);
 }
 
@@ -54,10 +54,10 @@ static SHADOWKV_INLINE uint16_t valid_lanes(int64_t rows) {
   return rows >= TILE_LANES ? 0xffff : (1 << rows) - 1;
 }
 
-// out [N, ...] of N tokens, `token_runs` apart, in the columns of a tile's rows.
+// out [N, ...] of N tokens, `token_groups` apart, in the columns of a tile's rows.
 template <BlockKind KIND, int N>
 static SHADOWKV_INLINE void multiply_row_tile(
-    const uint8_t* const* rows, int64_t ahead, int64_t columns, const ByteRun* x, int64_t token_runs, float* out,
+    const uint8_t* const* rows, int64_t ahead, int64_t columns, const ByteGroup* x, int64_t token_groups, float* out,
     int64_t out_row, uint16_t valid) {
   typedef RowTile<KIND> Tile;
   constexpr BlockFormat FORMAT = BLOCK_FORMATS[KIND];
@@ -77,17 +77,17 @@ static SHADOWKV_INLINE void multiply_row_tile(
       const int half = Tile::COLUMNS == 16 ? unit % 2 : 0;
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const ByteRun& run = x[n * token_runs + (start + unit * Tile::COLUMNS) / 32];
-        Wide high = _mm512_setzero_si512(), low = before_products<Tile>(run, half);
+        const ByteGroup& group = x[n * token_groups + (start + unit * Tile::COLUMNS) / 32];
+        Wide high = _mm512_setzero_si512(), low = before_products<Tile>(group, half);
 #pragma GCC unroll 8
         for (int i = 0; i < Tile::COLUMNS / 4; ++i) {
-          high = _mm512_dpbusd_epi32(high, codes[i], four_bytes(run.high + 16 * half + 4 * i));
-          low = _mm512_dpbusd_epi32(low, codes[i], four_bytes(run.low + 16 * half + 4 * i));
+          high = _mm512_dpbusd_epi32(high, codes[i], four_bytes(group.high + 16 * half + 4 * i));
+          low = _mm512_dpbusd_epi32(low, codes[i], four_bytes(group.low + 16 * half + 4 * i));
         }
         const Wide products = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-        const __m512 factor = _mm512_mul_ps(scales[unit], _mm512_set1_ps(run.scale));
+        const __m512 factor = _mm512_mul_ps(scales[unit], _mm512_set1_ps(group.scale));
         sums[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), factor, sums[n]);
-        if (Tile::HAS_MINIMA) sums[n] = _mm512_fmadd_ps(minima[unit], _mm512_set1_ps(run.total), sums[n]);
+        if (Tile::HAS_MINIMA) sums[n] = _mm512_fmadd_ps(minima[unit], _mm512_set1_ps(group.total), sums[n]);
       }
     });
   }
@@ -111,9 +111,9 @@ static SHADOWKV_INLINE void with_count(int64_t count, const Work& work) {
 // Up to TOKENS_AT_ONCE tokens: rows stay in the caches while they are multiplied with a block of these after the other.
 template <BlockKind KIND>
 static void multiply_row_tiles(
-    const QuantisedMatrix& matrix, const ByteRun* x, int64_t tokens, int64_t first, int64_t last, float* out,
+    const QuantisedMatrix& matrix, const ByteGroup* x, int64_t tokens, int64_t first, int64_t last, float* out,
     int64_t out_row) {
-  const int64_t token_runs = matrix.columns / 32;
+  const int64_t token_groups = matrix.columns / 32;
   for (int64_t row = first; row < last; row += TILE_LANES) {
     const uint8_t* rows[TILE_LANES];
     rows_of_tile(matrix, row, last, rows);
@@ -121,7 +121,7 @@ static void multiply_row_tiles(
     const auto multiply = [&](auto count) {
       constexpr int N = decltype(count)::value;
       multiply_row_tile<KIND, N>(
-          rows, TILE_LANES * matrix.row_bytes, matrix.columns, x + token * token_runs, token_runs,
+          rows, TILE_LANES * matrix.row_bytes, matrix.columns, x + token * token_groups, token_groups,
           out + token * out_row + row, out_row, valid_lanes(last - row));
       token += N;
     };
@@ -131,7 +131,7 @@ static void multiply_row_tiles(
 }
 
 static void multiply_bytes(
-    const QuantisedMatrix& matrix, const ByteRun* x, int64_t tokens, int64_t first, int64_t last, float* out,
+    const QuantisedMatrix& matrix, const ByteGroup* x, int64_t tokens, int64_t first, int64_t last, float* out,
     int64_t out_row) {
   with_blocks(matrix.kind, [&](auto blocks) {
     for (int64_t token = 0; token < tokens; token += TOKENS_AT_ONCE)

@@ -44,14 +44,14 @@ Activations::Activations(int64_t tokens, int64_t columns)
       columns(columns),
       form(columns % 32 ? Form::floats : form_of(tokens)),  // plain weights alone have such columns
       floats(form == Form::floats ? tokens * columns : 0),
-      runs(form == Form::digits ? tokens * runs_of(columns) : 0),
+      groups(form == Form::digits ? tokens * groups_of(columns) : 0),
       bytes(form == Form::bytes ? tokens * (columns / 32) : 0) {}
 
 void Activations::write(int64_t token, const float* x) {
   if (form == Form::floats) std::memcpy(floats.data() + token * columns, x, columns * sizeof(float));
 #ifdef __x86_64__
   else if (form == Form::digits)
-    avx2::make_integers(x, columns, runs.data() + token * runs_of(columns));
+    avx2::make_integers(x, columns, groups.data() + token * groups_of(columns));
   else
     avx512::make_bytes(x, columns, bytes.data() + token * (columns / 32));
 #endif
@@ -68,7 +68,7 @@ void multiply_rows(
         matrix, x.floats.data(), x.tokens, first, last, scratch.panel.data(), scratch.sums.data(), out, out_row);
 #ifdef __x86_64__
   else if (x.form == Activations::Form::digits)
-    avx2::multiply_integers(matrix, x.runs.data(), x.tokens, first, last, out, out_row);
+    avx2::multiply_integers(matrix, x.groups.data(), x.tokens, first, last, out, out_row);
   else
     avx512::multiply_bytes(matrix, x.bytes.data(), x.tokens, first, last, out, out_row);
 #endif

@@ -38,21 +38,21 @@ struct QuantisedMatrix {
 constexpr int64_t PANEL = 1024;  // columns of a few rows that are floats at a time, a multiple of all blocks' values
 
 // 256 activations of a token as integers, with a scale for every 32, and the sums of these 32.
-struct IntegerRuns {
+struct IntegerGroups {
   int32_t numbers[8][32];  // three digits each, and sums of four
   float scale[8], total[8];
 };
 
 // 32 activations of a token as integers of 16 bits, 256 * high + low, with their scale, the sum of the numbers that these
 // stand for, and those of the integers in each half with their signs changed.
-struct ByteRun {
+struct ByteGroup {
   int8_t high[32], low[32];
   float scale, total;
   int32_t negative[2];
 };
 
 // Of a token with that many activations.
-constexpr int64_t runs_of(int64_t columns) { return (columns + 255) / 256; }
+constexpr int64_t groups_of(int64_t columns) { return (columns + 255) / 256; }
 
 // Rows that a thread takes at a time, about so many weights, a multiple of what any kernel multiplies at a time.
 int64_t rows_per_task(int64_t weights, int64_t columns);
@@ -77,8 +77,8 @@ class Activations {
   Form form;
   // One of these:
   std::vector<float> floats;      // [tokens, columns]
-  std::vector<IntegerRuns> runs;  // [tokens, runs_of(columns)]
-  std::vector<ByteRun> bytes;     // [tokens, columns / 32]
+  std::vector<IntegerGroups> groups;  // [tokens, groups_of(columns)]
+  std::vector<ByteGroup> bytes;     // [tokens, columns / 32]
 };
 
 // Working memory of one thread.

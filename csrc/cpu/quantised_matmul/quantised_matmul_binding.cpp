@@ -51,7 +51,7 @@ Tensor quantised_matmul(const Tensor& x, const Tensor& blocks, std::string_view 
     for (int64_t token = first; token < last; ++token) activations.write(token, from + token * matrix.columns);
   });
   const int64_t rows = rows_per_task(matrix.columns), tasks = (matrix.rows + rows - 1) / rows;
-  shadowkv::share_runs(tasks, [&](int64_t first, int64_t last) {
+  shadowkv::share_ranges(tasks, [&](int64_t first, int64_t last) {
     shadowkv::MatmulScratch scratch(x.size(0));
     shadowkv::multiply_rows(
         matrix, activations, first * rows, std::min(last * rows, matrix.rows), scratch, to, matrix.rows);

@@ -166,22 +166,22 @@ struct RowTile<Q6_K> {
 
   template <typename Use>
   static SHADOWKV_INLINE void codes(const uint8_t* const* rows, int64_t at, const Use& use) {
-    for (int piece = 0; piece < 4; ++piece) {  // 16 columns of each of the four runs of 128 columns
+    for (int piece = 0; piece < 4; ++piece) {  // 16 columns of each of the four groups of 128 columns
       const int half = piece / 2, first = 8 * half + piece % 2;
       Wide lower[2][4], upper[4], codes[4];
       transpose_bytes(rows, at + 64 * half + 16 * (piece % 2), lower[0]);
       transpose_bytes(rows, at + 64 * half + 16 * (piece % 2) + 32, lower[1]);
       transpose_bytes(rows, at + 128 + 32 * half + 16 * (piece % 2), upper);
 #pragma GCC unroll 4
-      for (int run = 0; run < 4; ++run) {
+      for (int group = 0; group < 4; ++group) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          const Wide low = run < 2 ? lower[run][i] : _mm512_srli_epi32(lower[run - 2][i], 4);
+          const Wide low = group < 2 ? lower[group][i] : _mm512_srli_epi32(lower[group - 2][i], 4);
           const Wide high = upper[i];
-          const Wide moved = run < 2 ? _mm512_slli_epi32(high, 4 - 2 * run) : _mm512_srli_epi32(high, 2 * run - 4);
+          const Wide moved = group < 2 ? _mm512_slli_epi32(high, 4 - 2 * group) : _mm512_srli_epi32(high, 2 * group - 4);
           codes[i] = _mm512_or_si512(masked(low, NIBBLES), masked(moved, PAIRS));
         }
-        use(first + 2 * run, codes);
+        use(first + 2 * group, codes);
       }
     }
   }

@@ -6,7 +6,7 @@ namespace shadowkv {
 
 void sign_scores(
     const Tensor planes, const Tensor unit, const Tensor sum, const Tensor signs, const Tensor scale,
-    const Tensor pages, const Tensor num_pages, int64_t run_pages, Tensor scores) {
+    const Tensor pages, const Tensor num_pages, int64_t block_pages, Tensor scores) {
   STD_TORCH_CHECK(planes.dim() == 4, "planes has ", planes.dim(), " dimensions, not 4");
   STD_TORCH_CHECK(signs.dim() == 4, "signs has ", signs.dim(), " dimensions, not 4");
   const int64_t batch = planes.size(0), query_heads = planes.size(1), columns = pages.size(1);
@@ -16,8 +16,8 @@ void sign_scores(
       group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
       " kv heads");
   STD_TORCH_CHECK(
-      run_pages > 0 && run_pages % 4 == 0 && run_pages <= kMostRunPages, "a run of ", run_pages,
-      " pages is not a multiple of 4 of up to ", kMostRunPages);
+      block_pages > 0 && block_pages % 4 == 0 && block_pages <= kMaxBlockPages, "a block of ", block_pages,
+      " pages is not a multiple of 4 of up to ", kMaxBlockPages);
   check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
@@ -39,7 +39,7 @@ void sign_scores(
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.scores = static_cast<__half*>(scores.mutable_data_ptr());
   p.batch = int(batch), p.heads = int(heads), p.group = int(group), p.columns = int(columns);
-  p.run_pages = int(run_pages);
+  p.block_pages = int(block_pages);
   const cudaError_t error = launch_sign_scores(p, bytes, current_stream(planes));
   STD_TORCH_CHECK(error == cudaSuccess, "sign_scores could not be launched: ", cudaGetErrorString(error));
 }
@@ -49,7 +49,7 @@ void sign_scores(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "sign_scores(Tensor planes, Tensor unit, Tensor sum, Tensor signs, Tensor scale, Tensor pages, "
-      "Tensor num_pages, int run_pages, Tensor(a!) scores) -> ()");
+      "Tensor num_pages, int block_pages, Tensor(a!) scores) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

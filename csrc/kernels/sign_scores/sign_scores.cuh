@@ -3,7 +3,7 @@
 // each times a power of 2: nothing is unpacked, and the remaining work per score is a chain of 4 multiply-adds. At head
 // dim 128 this is memory-bound: 17 bytes per token and head, which a warp copies in whole lines to shared memory ahead.
 // At head dim 64 it is instruction-bound: issuing such a multiplication takes the time of four other instructions.
-// Equal shares of all pages for only the resident blocks were slower than runs of 16 pages.
+// Equal shares of all pages for only the resident blocks were slower than 16 pages for each.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@
 namespace shadowkv {
 
 constexpr int kMostWarps = 8;     // heads of a block
-constexpr int kMostRunPages = 32; // a lane holds the id of one page
+constexpr int kMaxBlockPages = 32; // a lane holds the id of one page
 
 // Queries from sketch_queries.
 struct SignScores {
@@ -31,7 +31,7 @@ struct SignScores {
   int64_t pages_stride;                // of a row, in page ids
   const int64_t* num_pages;            // [B]
   __half* scores;                      // [B, H, 8 P]
-  int batch, heads, group, columns, run_pages;
+  int batch, heads, group, columns, block_pages;
 };
 
 // Bit counts become floats without a conversion: as bits of a float, a small whole number n is n 2**-149. Scores are
@@ -92,7 +92,7 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-// A warp's copies of its head's signs and scales for a run of pages, to stages that it uses in turn.
+// A warp's copies of its head's signs and scales for a block's pages, to stages that it uses in turn.
 template <int kWords>
 struct SignCopies {
   using Stage = SignStage<kWords>;
@@ -102,7 +102,7 @@ struct SignCopies {
   const uint8_t *signs, *scale; // the first bytes that the lane would copy from a page of id 0
   uint32_t signs_stride, scale_stride;
 
-  // `pages`: ids of the run, of which `valid` hold tokens.
+  // `pages`: ids of the block's, of which `valid` hold tokens.
   __device__ __forceinline__ SignCopies(
       const SignScores& p, int head, const int64_t* pages, int valid, const uint8_t* stages_)
       : lane(threadIdx.x),
@@ -222,7 +222,7 @@ __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, i
   return __hmax(__hmin(of_page, largest), __hneg(largest));
 }
 
-// A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row.
+// A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of some neighbouring pages of one row.
 template <int kWords, int kSets>
 __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 || (kWords == 2 && kSets == 4) ? 1 : 2)
     sign_scores_kernel(const SignScores p) {
@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 || (kWords == 2 &
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const int head = blockIdx.z * blockDim.y + threadIdx.y;
   if (head >= p.heads) return;
-  const int row = blockIdx.y, first_page = blockIdx.x * p.run_pages;
-  const int pages_here = min(p.run_pages, p.columns - first_page);
+  const int row = blockIdx.y, first_page = blockIdx.x * p.block_pages;
+  const int pages_here = min(p.block_pages, p.columns - first_page);
   const int valid = int(max(int64_t(0), min(p.num_pages[row] - first_page, int64_t(pages_here))));
 
   extern __shared__ __align__(128) uint8_t stages[];
@@ -280,7 +280,7 @@ cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
   constexpr int kWarpBytes = SignStage<kWords>::kCount * SignStage<kWords>::kBytes;
   const int heads_of_block = memory / kWarpBytes < kMostWarps ? memory / kWarpBytes : kMostWarps;
   const int blocks = (p.heads + heads_of_block - 1) / heads_of_block, warps = (p.heads + blocks - 1) / blocks;
-  const dim3 grid((p.columns + p.run_pages - 1) / p.run_pages, p.batch, blocks);
+  const dim3 grid((p.columns + p.block_pages - 1) / p.block_pages, p.batch, blocks);
   return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), warps * kWarpBytes, stream, p);
 }
 

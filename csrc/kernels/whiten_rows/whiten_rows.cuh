@@ -211,7 +211,7 @@ __device__ __forceinline__ void factor_tiles(const WhitenMemory& memory, int til
   }
 }
 
-// A run of columns of the product of a tile and a tile of columns, for the lane's row.
+// Neighbouring columns of the product of a tile and a tile of columns, for the lane's row.
 template <int kColumns>
 __device__ __forceinline__ void multiply_columns(
     float (&out)[kColumns], const float* tile, const float* columns, int first) {

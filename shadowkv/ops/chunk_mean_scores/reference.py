@@ -20,7 +20,7 @@ def chunk_mean_scores(
         scale: float32 [N, H], factor of the landmarks of a page and head.
 
     Returns:
-        float32 [B, H, G, P * C], -inf where a chunk may not be selected, and their log-sum-exps over disjoint runs of
+        float32 [B, H, G, P * C], -inf where a chunk may not be selected, and their log-sum-exps over disjoint ranges of
         chunks, float32 [B, H, G, T].
     """
     batch, _, dim = q.shape

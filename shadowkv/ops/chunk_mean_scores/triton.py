@@ -23,7 +23,7 @@ PROGRAMS = 4096
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, where T is the number of runs that a row is split into. Products are summed in float32.
+    """Same as the reference, where T is the number of parts that a row is split into. Products are summed in float32.
 
     Landmarks in float8_e4m3fn are multiplied with bfloat16 queries in float16, which holds both as long as no query is
     above 65504.

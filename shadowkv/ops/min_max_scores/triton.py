@@ -10,5 +10,6 @@ from shadowkv.ops.chunk_mean_scores.triton import score_chunks
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, where T is the number of runs that a row is split into. Products are summed in float32."""
+    """Same as the reference, where T is the number of parts that a row is split into. Products are summed in
+    float32."""
     return score_chunks(q, bounds, excluded, pages, num_chunks)

@@ -95,12 +95,12 @@ def _q4_1(blocks: Tensor) -> _Parts:
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
-    scales, minima = _of_runs(blocks)
+    scales, minima = _of_groups(blocks)
     return _nibbles(blocks[:, 16:].reshape(-1, 32)).view(-1, 256), scales, minima
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
-    scales, minima = _of_runs(blocks)
+    scales, minima = _of_groups(blocks)
     low = _nibbles(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = blocks[:, None, 16:48] >> shifts[:, None] & 1
@@ -125,10 +125,11 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
 }
 
 
-def _of_runs(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of 8 runs of 32 numbers and their minima, float32 [n, 8] each."""
+def _of_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of 8 groups of 32 numbers and their minima, float32 [n, 8] each."""
     units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
-    # Scales and minima of 8 runs in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave free.
+    # Scales and minima of 8 groups in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave
+    # free.
     low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
     steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
     return steps[:, 0], -steps[:, 1]

@@ -13,20 +13,20 @@ from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.cuda import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["missing", "run_pages", "sign_scores", "supports"]
+__all__ = ["block_pages", "missing", "sign_scores", "supports"]
 
-PAGES_OF_A_RUN = 16
-"""Most pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
+MAX_BLOCK_PAGES = 16
+"""Maximum number of pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
 
-RUNS = 512
+MIN_BLOCKS = 512
 """Least number of blocks, if there is enough work for them: twice as many as a large GPU holds at a time."""
 
 missing = partial(cuda_missing, "sign_scores", "sign_scores")
 
 
-def run_pages(batch: int, columns: int) -> int:
-    """Pages of a block's run: a multiple of 4."""
-    return max(4, min(PAGES_OF_A_RUN, -(-batch * columns // (4 * RUNS)) * 4))
+def block_pages(batch: int, columns: int) -> int:
+    """Pages that a thread block walks: a multiple of 4."""
+    return max(4, min(MAX_BLOCK_PAGES, -(-batch * columns // (4 * MIN_BLOCKS)) * 4))
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
@@ -41,6 +41,6 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     """
     batch, columns = pages.shape
     scores = torch.empty(batch, signs.shape[1], PAGE // RUN * columns, dtype=torch.float16, device=signs.device)
-    places = (pages, num_pages, run_pages(batch, columns))
+    places = (pages, num_pages, block_pages(batch, columns))
     torch.ops.shadowkv_cuda.sign_scores(queries.planes, queries.unit, queries.plane_sum, signs, scale, *places, scores)
     return scores
