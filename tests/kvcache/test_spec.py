@@ -176,9 +176,9 @@ def test_policies_that_cannot_be_read_are_told_with_what_is_known(text, said):
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "quest"])
-def test_default_budget_is_a_64th_of_the_context_but_at_least_256_tokens(name):
+def test_default_budget_is_a_64th_of_the_context_but_at_least_960_tokens(name):
     contexts = np.array([1, 1000, 16384, 16385, 61440, 124928, 1_000_000])
-    assert preset(name).budget_tokens(contexts).tolist() == [256, 256, 256, 257, 960, 1952, 15625]
+    assert preset(name).budget_tokens(contexts).tolist() == [960, 960, 960, 960, 960, 1952, 15625]
 
 
 @settings(deadline=None)

@@ -1,6 +1,7 @@
 """Two-level selection on a GPU against scores from parts of the reference: ties and rounding may fall either way."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -389,3 +390,18 @@ def test_wrong_arguments_are_named(seed):
     args[6] = args[6].int()
     with pytest.raises(RuntimeError, match="num_pages has dtype"):
         cuda.select_by_sketch(*args)
+
+
+def test_the_newest_tokens_are_sampled_where_values_weigh_more_than_their_bins(seed):
+    """Values at the upper end of a bin, by whose middles a kernel estimates sums: at this sharpness they weigh twice as
+    much as those."""
+    args = list(problem([300] * 8, [64] * 8, 192))
+    args[0] = replace(args[0], length=torch.full_like(args[0].length, 40.0))
+    args[1] = (7.98 + 0.01 * torch.rand(args[1].shape, device="cuda")).half()
+    sampling = Sampling(torch.full((8,), 128).cuda(), torch.arange(8).cuda())
+    selected = cuda.select_by_sketch(*args, sampling)[0]
+    there = selected >= 0
+    newest = (selected >= 300 * 32) & there
+    assert there.sum(-1).min() > 64
+    share = newest.sum() / there.sum()
+    assert 0.4 < share < 0.6, "half of the tokens are the newest half"

@@ -186,8 +186,16 @@ __device__ __forceinline__ Chosen systematic_sample(
   chances.certain = float(1u << bits);
   chances.scale = sum > 0 ? kCaution * (to_select - num_top) * chances.certain / sum : 0.f;
 
-  const uint32_t all = sum_chances(shared, chances, values, groups, sums);
-  const uint32_t start = uniform >> (32 - bits), count = min(all + start >> bits, to_select);
+  uint32_t all = sum_chances(shared, chances, values, groups, sums);
+  const uint32_t start = uniform >> (32 - bits), certain = num_top << bits, room = (to_select - num_top) << bits;
+  // Where bins are wide, values can weigh more than the middles of their bins: without this, the values that come last,
+  // the newest tokens, would be left out. A shrunk chance can still be `certain`, hence the loop.
+#pragma unroll 1
+  while (all + start >> bits > to_select) {
+    chances.scale *= kCaution * float(room) / float(all - certain);
+    all = sum_chances(shared, chances, values, groups, sums);
+  }
+  const uint32_t count = all + start >> bits;
   take_at_steps(chances, values, groups, sums, start, bits, count, use);
   __syncthreads();
   return {count, chances.edge};

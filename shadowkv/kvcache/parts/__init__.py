@@ -169,7 +169,7 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
     """``spec`` with every setting of its parts."""
     values = dict[str, Any]()
     for part in parts:
-        own = part.with_defaults(part.settings_of(spec), shape)
+        own = part.with_defaults(spec, shape)
         values |= {f"{part.axis}.{name}": getattr(own, name) for name in settings_of(part.Settings)}
     return replace(spec, settings=values)
 

@@ -157,9 +157,9 @@ class Part(ABC):
         return cls.Settings(**values)
 
     @classmethod
-    def with_defaults(cls, settings: Any, shape: ModelShape) -> Any:
-        """``settings`` with values where they are None and the model decides."""
-        return settings
+    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Any:
+        """Its settings in ``spec``, with values where they are None and the model decides."""
+        return cls.settings_of(spec)
 
     @classmethod
     def described(cls, spec: KVSpec, shape: ModelShape) -> str:

@@ -153,9 +153,10 @@ class CodedKeys(CodedPart, KeyPart):
         )
 
     @classmethod
-    def with_defaults(cls, settings: Settings, shape: ModelShape) -> Settings:
+    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
         """Centred where keys have a bias: those of Qwen2.5-1.5B are up to 354, half of them below 1, and with them in
         its keys ``fp8`` finds no needle at all."""
+        settings: CodedKeys.Settings = cls.settings_of(spec)
         return cls.Settings(shape.key_bias) if settings.centred is None else settings
 
     @classmethod

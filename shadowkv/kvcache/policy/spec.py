@@ -18,8 +18,12 @@ DEFAULT_BUDGET = 1 / 64
 SINK = 8
 """First tokens that always stay exact, in whole chunks: they attract attention whatever they are (arXiv:2309.17453)."""
 
-DEFAULT_BUDGET_FLOOR = 256
-"""Tokens selected at least, where the budget is the default."""
+DEFAULT_BUDGET_FLOOR = 960
+"""Tokens that a step selects at least, where the budget is the default: 1.56 % of 61,440. The error of what is sampled
+depends on how many tokens are sampled, not on their share of the context (docs/benchmarks/answers.md)."""
+
+MIN_SEGMENT = 256
+"""Tokens beyond the sink and the newest ones from which on compressing a tail pays, where the budget is the default."""
 
 LATE = 512
 """Tokens by which an answer may exceed the length from which prompts are compressed, and stay dense: most end before.
@@ -33,7 +37,7 @@ again."""
 PREFILLS = ("dense", "sparse")
 """Prefill attention over everything, or in long prompts over blocks of keys, drawn by what a few queries attend to."""
 
-PREFILL_ERROR = 0.1
+PREFILL_ERROR = 0.05
 """Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""
 
 ROTATED = "rotated"
@@ -55,7 +59,7 @@ class KVSpec:
             ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
         place: where compressed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
-            None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
+            None the default (1.56 %, at least 960 tokens). Sink, outliers and local window come on top.
         mass: share of the softmax over compressed tokens, as the index estimates it, at which a step stops selecting:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
@@ -183,9 +187,9 @@ class KVSpec:
 
     @property
     def exact_limit(self) -> int:
-        """Tokens of a tail that would be attended exactly anyway: a segment of fewer gains nothing."""
-        floor = DEFAULT_BUDGET_FLOOR if self.selects and self.budget is None else 0
-        return self.static_tokens + self.local + PAGE + floor
+        """Longest tail, in tokens, that stays exact: a segment of fewer gains nothing."""
+        least = MIN_SEGMENT if self.selects and self.budget is None else 0
+        return self.static_tokens + self.local + PAGE + least
 
     @property
     def dense_limit(self) -> int:
