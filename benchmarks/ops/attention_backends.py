@@ -35,7 +35,7 @@ PROMPTS = {"cuda": [(8192, 8192), (8192, 65536)], "cpu": [(33, 33), (20, 70)]}
 PACKS = {"cuda": [[1024] * 8, [4095, 2000, 1000, 500, 300, 200, 97], [64] * 128], "cpu": [[5, 40, 1]]}
 STEPS = {"cuda": [(32, 61440)], "cpu": [(2, 130)]}
 """Sequences, and tokens of each."""
-SLOW = ("reference",)
+SLOW = ("reference", "cuda_masked")
 """Not measured on a GPU."""
 LARGE_PAGE = 256
 """Tokens of a page: flash-attn takes multiples of it alone."""

@@ -6,6 +6,8 @@ and no shape depends on numbers, so that a decode step can be a CUDA graph.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from shadowkv.layers.mlp import GATES, MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
 from shadowkv.ops.choose_experts.routing import Routing
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 class Router(Computing):
@@ -84,12 +87,11 @@ class ExpertsProjection(Computing):
         return product.add_(bias.index_select(0, number.clamp_max(len(bias) - 1)))
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
-        product: Tensor
         if isinstance(self.weight, QuantisedMatrix):
-            product = self.ops.grouped_quantised_matmul(x, self.weight.of_experts, offsets)
-        else:
-            product = self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
-        return product
+            # As the backend that was chosen packs them, where it does.
+            rows = cast("list[Tensor | QuantisedRows]", self.weight.of_experts)
+            return self.ops.grouped_quantised_matmul(x, rows, offsets)
+        return self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
 
 
 class RoutedExperts(Computing):
@@ -120,8 +122,7 @@ class RoutedExperts(Computing):
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
         gate = getattr(self.ops, self.gate)
         out = self.down(gate(self.gate_up(x.index_select(0, token), number, offsets)), number, offsets)
-        summed: Tensor = self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
-        return summed
+        return self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
 
 
 class MixtureOfExperts(nn.Module):

@@ -13,54 +13,11 @@ import torch
 from shadowkv.ops.case import Case
 from shadowkv.ops.dense_attention.forms import DenseAttention
 from shadowkv.ops.extension import Unbuilt
+from shadowkv.ops.references import References
 from shadowkv.wording import SettingsError
 
-NAMES = (
-    "add_rms_norm",
-    "add_sinks",
-    "append_block",
-    "append_tokens",
-    "apply_rope",
-    "attend_blocks",
-    "attend_coded",
-    "attend_selected",
-    "choose_experts",
-    "chunk_mean_scores",
-    "clamped_silu_mul",
-    "decode_layers",
-    "dense_attention",
-    "dequantise_rows",
-    "fetch_chunks",
-    "find_outliers",
-    "gather_context",
-    "gelu_mul",
-    "grouped_matmul",
-    "grouped_quantised_matmul",
-    "low_rank_basis",
-    "merge_attention",
-    "min_max_scores",
-    "paged_attention",
-    "paged_window_attention",
-    "project_latents",
-    "quantise_rows",
-    "quantise_tokens",
-    "quantised_matmul",
-    "rebuild_rows",
-    "rms_norm",
-    "sample_tokens",
-    "scaled_matmul",
-    "select_blocks",
-    "select_by_sketch",
-    "select_top_chunks",
-    "sign_scores",
-    "silu_mul",
-    "sketch_keys",
-    "sketch_queries",
-    "sort_by_expert",
-    "sum_experts",
-    "whiten_rows",
-    "write_rows",
-)
+NAMES = tuple(vars(References()))
+"""All ops."""
 
 FORMS = {"dense_attention": tuple(field.name for field in fields(DenseAttention))}
 """Ops of whose calls few backends serve all. The backend of each form of a call is chosen by itself; its function has
@@ -71,7 +28,7 @@ CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in F
 
 PREFERENCE = {
     "cuda": (
-        *("cuda_sm90", "cuda", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_sm90", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
         *("cuda_selected_sm90", "cuda_selected", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),
@@ -153,7 +110,7 @@ def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
     return PREFERENCE[kind] if library is None else (library, *PREFERENCE[kind])
 
 
-class Ops:
+class Ops(References):
     """The ops of an engine, each as an attribute: made once, where it is loaded, for its model's layers, its cache and
     its sampler.
 
@@ -192,6 +149,7 @@ class Ops:
         overrides: Mapping[str, str] | None = None,
         attention_backend: str = "auto",
     ) -> None:
+        super().__init__()
         overrides = dict(overrides or {})
         unknown = sorted(set(overrides) - {*NAMES, *CALLS})
         if unknown:
@@ -231,6 +189,3 @@ class Ops:
         reasons = dict.fromkeys(reason.partition(": ")[2] for reason in refused if reason.startswith(f"{backend}: "))
         why = "; ".join(reasons) or "no op that is called has a backend of it"
         raise SettingsError(f"attention_backend={name!r} can serve no attention here: {why}", ["attention_backend"])
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

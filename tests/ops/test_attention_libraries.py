@@ -173,7 +173,7 @@ CASE = replace(TURBO, ops=frozenset((*CALLS, "paged_attention", "paged_window_at
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries, and our kernels, as far as choosing goes."""
     for op in ("dense_attention", "paged_attention"):
-        for name in ("cuda", "cuda_sm90", "flashinfer", "flash_attn"):
+        for name in ("cuda", "cuda_masked", "cuda_sm90", "flashinfer", "flash_attn"):
             if find_spec(f"shadowkv.ops.{op}.{name}"):
                 module = import_module(f"shadowkv.ops.{op}.{name}")
                 monkeypatch.setattr(module, "missing", lambda: [])

@@ -1,6 +1,7 @@
 """The choice of backends."""
 
 import ast
+import inspect
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from shadowkv.ops.attend_selected import cuda_sm90 as attend_selected_sm90
 from shadowkv.ops.case import Case
 from shadowkv.ops.dense_attention import cuda_sm90 as dense_attention
 from shadowkv.ops.extension import Unbuilt
-from shadowkv.ops.registry import CALLS, FORMS, NAMES, Ops
+from shadowkv.ops.registry import CALLS, NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
 BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
@@ -31,6 +32,7 @@ TURBO = Case(
 """Llama-3.1-8B on an H200, its values on the host."""
 FOR_HOPPER = {"attend_selected", "dense_attention.partial", "dense_attention.causal"}
 """Calls with kernels for Hopper beside those for any GPU."""
+CALLS_OF_DENSE_ATTENTION = [f"dense_attention.{form}" for form in ("causal", "partial", "packed", "windowed")]
 INT4 = replace(TURBO, ops=frozenset(CALLS), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
 """The same with keys of 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
@@ -87,9 +89,7 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     assert slow == {"dequantise_rows", *FusedLayers.calls}
     assert ops.backends["quantised_matmul"] == "humming"
     assert ops.backends["grouped_matmul"] == "cuda"
-    assert [ops.backends[f"dense_attention.{form}"] for form in FORMS["dense_attention"]] == ["cuda_sm90"] * 3 + [
-        "triton"
-    ]
+    assert [ops.backends[call] for call in CALLS_OF_DENSE_ATTENTION] == ["cuda_sm90"] * 3 + ["triton"]
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
     assert ops.backends["attend_selected"] == "cuda"
     assert not ops.synchronising
@@ -197,28 +197,23 @@ def test_experts_are_looped_over_in_float32_alone(
 
 
 @pytest.mark.parametrize(
-    ("changes", "alone", "packed", "windowed"),
+    ("changes", "backends"),
     [
-        ({}, "cuda_sm90", "cuda_sm90", "triton"),
-        ({"dtype": torch.float16, "head_dim": 64}, "cuda_sm90", "cuda_sm90", "triton"),
-        ({"head_dim": 96}, "cuda", "triton", "triton"),
-        ({"head_dim": 256}, "cuda", "triton", "triton"),
-        ({"head_dim": 264}, "reference", "reference", "reference"),
-        ({"head_dim": 84}, "reference", "triton", "triton"),
-        ({"dtype": torch.float32}, "reference", "triton", "triton"),
+        ({}, ["cuda_sm90", "cuda_sm90", "cuda_sm90", "triton"]),
+        ({"dtype": torch.float16, "head_dim": 64}, ["cuda_sm90", "cuda_sm90", "cuda_sm90", "triton"]),
+        ({"head_dim": 96}, ["cuda", "cuda", "triton", "triton"]),
+        ({"head_dim": 256}, ["cuda", "cuda", "triton", "triton"]),
+        ({"head_dim": 264}, ["cuda_masked", "reference", "reference", "reference"]),
+        ({"head_dim": 84}, ["cuda_masked", "reference", "triton", "triton"]),
+        ({"dtype": torch.float32}, ["cuda_masked", "reference", "triton", "triton"]),
     ],
 )
-def test_dense_prefill_by_dtype_and_head_dim(
-    built: None, changes: dict[str, object], alone: str, packed: str, windowed: str
-) -> None:
-    """The forms that are of one sequence have one backend."""
-    ops = Ops("cuda", replace(INT4, **changes), attention_backend="shadowkv")
-    found = [ops.backends[f"dense_attention.{form}"] for form in ("causal", "partial", "packed", "windowed")]
-    assert found == [alone, alone, packed, windowed]
-    if alone != "cuda_sm90":
-        assert ops.reasons["dense_attention.causal"][0].startswith("cuda_sm90: ")
-    lengths = [form for form, backend in (("packed", packed), ("windowed", windowed)) if backend == "reference"]
-    assert ops.needing_lengths == [f"dense_attention.{form}" for form in lengths]
+def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], backends: list[str]) -> None:
+    ops, calls = Ops("cuda", replace(INT4, **changes), attention_backend="shadowkv"), CALLS_OF_DENSE_ATTENTION
+    assert [ops.backends[call] for call in calls] == backends
+    if backends[0] != "cuda_sm90":
+        assert ops.reasons[calls[0]][0].startswith("cuda_sm90: ")
+    assert ops.needing_lengths == [call for call in calls[2:] if ops.backends[call] == "reference"]
 
 
 @pytest.mark.parametrize(("library", "forms"), [("flashinfer", ["packed", "windowed"]), ("flash-attn", ["windowed"])])
@@ -427,9 +422,17 @@ def test_a_backend_that_the_op_lacks_is_named() -> None:
         Ops("cpu", overrides={"apply_rope": "abacus"})
 
 
-def test_an_unknown_op_is_an_attribute_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=r"'sort'.*paged_attention"):
-        _ = Ops("cpu").sort
+@pytest.mark.parametrize("call", CALLS)
+def test_backends_take_what_their_reference_takes(call: str) -> None:
+    """Which is what type checkers know of an op."""
+    op, _, form = call.partition(".")
+    found = {}
+    for path in [path for path, name in BACKENDS.items() if name == op]:
+        function = getattr(import_module(f"shadowkv.ops.{op}.{path.stem}"), form or op, None)
+        if callable(function):
+            parameters = inspect.signature(function).parameters.values()
+            found[path.stem] = [(each.name, each.kind, each.default) for each in parameters]
+    assert found and all(parameters == found["reference"] for parameters in found.values()), found
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,7 @@ class Prefill:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
         if sinks is None:
             return self.ops.dense_attention(q, k, v)
-        attended: Tensor
-        attended, _ = self.ops.add_sinks(*self.ops.dense_attention(q, k, v, return_lse=True), sinks)
-        return attended
+        return self.ops.add_sinks(*self.ops.dense_attention(q, k, v, return_lse=True), sinks)[0]
 
     def _attend_packed(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, sinks: Tensor | None
@@ -227,7 +225,8 @@ class Prefill:
             own.append(self.ops.dense_attention(queries, k, v, return_lse=True))
         if sinks is not None:
             own = [self.ops.add_sinks(*part, sinks) for part in own]
-        merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
+        outs, sums = zip(*own, strict=True)
+        merged = own[0] if len(own) == 1 else (torch.cat(outs), torch.cat(sums))
         for segment in cached:
             for k, v in self.storing.rebuilt.spans(layer, segment):
                 part = self.ops.dense_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=False, return_lse=True)

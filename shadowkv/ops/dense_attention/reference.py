@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from shadowkv.ops.dense_attention.forms import DenseAttention, Packed, of_each
@@ -22,7 +21,9 @@ window of 512 took half as long as with 1,024 at a time, with one of 4,096 as lo
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each up to its own."""
-    mask = None if len(q) == len(k) else causal_lower_right(len(q), len(k))
+    n, m, mask = len(q), len(k), None
+    if n != m:
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
