@@ -209,7 +209,7 @@ METHODS = (
     Method(
         "layers",
         ("layers/decoder_layer.py", "layers/attention.py", "layers/norm.py"),
-        ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "clamped_silu_mul", "apply_rope"),
+        ("rms_norm", "add_rms_norm", "gated_activation", "apply_rope"),
         (),
         ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
     ),

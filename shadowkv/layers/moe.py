@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
-from shadowkv.layers.mlp import GATES, MLP
+from shadowkv.layers.mlp import MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
 from shadowkv.ops.choose_experts.routing import Routing
@@ -97,10 +97,11 @@ class ExpertsProjection(Computing):
 class RoutedExperts(Computing):
     """The experts among which tokens choose, or those of them that this rank holds: gated MLPs."""
 
+    calls = ("gated_activation", "sort_by_expert", "sum_experts")
+
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
-        self.gate = GATES[spec.activation]
-        self.calls = (self.gate, "sort_by_expert", "sum_experts")
+        self.activation = spec.activation
         (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
         self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
         bias = experts.biases
@@ -120,8 +121,8 @@ class RoutedExperts(Computing):
         """
         token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
-        gate = getattr(self.ops, self.gate)
-        out = self.down(gate(self.gate_up(x.index_select(0, token), number, offsets)), number, offsets)
+        gated, kind = self.ops.gated_activation, self.activation
+        out = self.down(gated(self.gate_up(x.index_select(0, token), number, offsets), kind), number, offsets)
         return self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
 
 

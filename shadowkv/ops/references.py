@@ -12,14 +12,13 @@ from shadowkv.ops.attend_coded.reference import attend_coded
 from shadowkv.ops.attend_selected.reference import attend_selected
 from shadowkv.ops.choose_experts.reference import choose_experts
 from shadowkv.ops.chunk_mean_scores.reference import chunk_mean_scores
-from shadowkv.ops.clamped_silu_mul.reference import clamped_silu_mul
 from shadowkv.ops.decode_layers.reference import decode_layers
 from shadowkv.ops.dense_attention.reference import dense_attention
 from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.fetch_chunks.reference import fetch_chunks
 from shadowkv.ops.find_outliers.reference import find_outliers
+from shadowkv.ops.gated_activation.reference import gated_activation
 from shadowkv.ops.gather_context.reference import gather_context
-from shadowkv.ops.gelu_mul.reference import gelu_mul
 from shadowkv.ops.grouped_matmul.reference import grouped_matmul
 from shadowkv.ops.grouped_quantised_matmul.reference import grouped_quantised_matmul
 from shadowkv.ops.low_rank_basis.reference import low_rank_basis
@@ -39,7 +38,6 @@ from shadowkv.ops.select_blocks.reference import select_blocks
 from shadowkv.ops.select_by_sketch.reference import select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores.reference import sign_scores
-from shadowkv.ops.silu_mul.reference import silu_mul
 from shadowkv.ops.sketch_keys.reference import sketch_keys
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 from shadowkv.ops.sort_by_expert.reference import sort_by_expert
@@ -62,14 +60,13 @@ class References:
         self.attend_selected = attend_selected
         self.choose_experts = choose_experts
         self.chunk_mean_scores = chunk_mean_scores
-        self.clamped_silu_mul = clamped_silu_mul
         self.decode_layers = decode_layers
         self.dense_attention = dense_attention
         self.dequantise_rows = dequantise_rows
         self.fetch_chunks = fetch_chunks
         self.find_outliers = find_outliers
+        self.gated_activation = gated_activation
         self.gather_context = gather_context
-        self.gelu_mul = gelu_mul
         self.grouped_matmul = grouped_matmul
         self.grouped_quantised_matmul = grouped_quantised_matmul
         self.low_rank_basis = low_rank_basis
@@ -89,7 +86,6 @@ class References:
         self.select_by_sketch = select_by_sketch
         self.select_top_chunks = select_top_chunks
         self.sign_scores = sign_scores
-        self.silu_mul = silu_mul
         self.sketch_keys = sketch_keys
         self.sketch_queries = sketch_queries
         self.sort_by_expert = sort_by_expert

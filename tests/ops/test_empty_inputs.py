@@ -284,9 +284,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((0, 4, D), None),
         ((0, 4), None),
     ),
-    "clamped_silu_mul": lambda ops: returns(ops.clamped_silu_mul(floats(0, 2 * D)), ((0, D), None)),
-    "gelu_mul": lambda ops: returns(ops.gelu_mul(floats(0, 2 * D)), ((0, D), None)),
-    "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
+    "gated_activation": lambda ops: returns(ops.gated_activation(floats(0, 2 * D), "silu"), ((0, D), None)),
     "sketch_keys": no_sketches_to_write,
     "sketch_queries": no_queries_to_sketch,
     "whiten_rows": lambda ops: returns(
