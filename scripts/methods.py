@@ -56,9 +56,9 @@ METHODS = (
     Method(
         "dense prefill",
         ("kvcache/prefill/attention.py", "kvcache/prefill/exact.py"),
-        ("causal_attention", "block_attention", "ragged_attention", "gather_context"),
+        ("dense_attention", "gather_context"),
         (),
-        ("ops/test_ragged_attention.py", "ops/test_attention_libraries.py", "kvcache/test_packed_prefill.py"),
+        ("ops/test_dense_attention.py", "ops/test_attention_libraries.py", "kvcache/test_packed_prefill.py"),
     ),
     Method(
         "mixtures of experts",
@@ -76,14 +76,19 @@ METHODS = (
     Method(
         "sliding windows",
         ("kvcache/sequences/layout.py", "kvcache/sequences/pool.py"),
-        ("paged_window_attention", "causal_window_attention"),
+        ("paged_window_attention", "dense_attention"),
         (),
-        ("kvcache/test_windows.py", "ops/test_window_ops.py", "engine/test_layer_kinds.py"),
+        (
+            "kvcache/test_windows.py",
+            "ops/test_window_ops.py",
+            "ops/test_dense_attention.py",
+            "engine/test_layer_kinds.py",
+        ),
     ),
     Method(
         "sinks (gpt-oss)",
         ("kvcache/decode/attention.py", "kvcache/prefill/attention.py"),
-        ("add_sinks", "causal_window_attention"),
+        ("add_sinks", "dense_attention"),
         (),
         ("kvcache/test_sinks.py", "ops/test_window_ops.py", "models/test_gpt_oss_attention.py"),
     ),
@@ -204,7 +209,7 @@ METHODS = (
     Method(
         "layers",
         ("layers/decoder_layer.py", "layers/attention.py", "layers/norm.py"),
-        ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "clamped_silu_mul", "apply_rope"),
+        ("rms_norm", "add_rms_norm", "gated_activation", "apply_rope"),
         (),
         ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
     ),

@@ -18,8 +18,8 @@ from benchmarks.ops.timing import BENCHES, Row
 from shadowkv.eval.provenance import provenance
 
 MODULES = {
-    "causal_attention": "prefill_attention",
-    "ragged_attention": "prefill_attention",
+    "dense_attention": "prefill_attention",
+    "packed_attention": "prefill_attention",
     "select_blocks": "sparse_prefill",
     "attend_blocks": "sparse_prefill",
     "paged_attention": "paged_attention",

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shadowkv.eval.provenance import provenance
-from shadowkv.ops.block_attention import flash_attn, flashinfer
 from shadowkv.ops.case import Case
+from shadowkv.ops.dense_attention import flash_attn, flashinfer
+from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.registry import LIBRARIES, PREFERENCE, choose
 
@@ -64,7 +65,7 @@ def prompt(n: int, m: int, dim: int, device: str) -> Ways:
     """The last n of m positions."""
     q = torch.randn(n, HEADS * GROUP, dim, device=device).to(dtype(device))
     k, v = torch.randn(2, m, HEADS, dim, device=device).to(dtype(device))
-    found = functions("causal_attention", dim, device)
+    found = functions("dense_attention.causal", dim, device)
     return {name: lambda attend=attend: attend(q, k, v) for name, attend in found}
 
 
@@ -73,8 +74,8 @@ def pack(lengths: list[int], dim: int, device: str) -> Ways:
     q = torch.randn(sum(lengths), HEADS * GROUP, dim, device=device).to(dtype(device))
     k, v = torch.randn(2, sum(lengths), HEADS, dim, device=device).to(dtype(device))
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    found = functions("ragged_attention", dim, device)
-    return {name: lambda attend=attend: attend(q, k, v, starts, lengths) for name, attend in found}
+    found = functions("dense_attention.packed", dim, device)
+    return {name: lambda attend=attend: attend(q, k, v, Packed(starts, lengths)) for name, attend in found}
 
 
 def step(batch: int, length: int, dim: int, device: str) -> Ways:
@@ -170,11 +171,11 @@ def table(device: str, dims: list[int]) -> Iterator[dict[str, object]]:
         pair = 4 * HEADS * GROUP * dim
         for n, m in PROMPTS[device]:
             seen = n * (m - n) + n * (n + 1) / 2
-            yield from rows("causal_attention", f"{n} x {m}", dim, prompt(n, m, dim, device), pair * seen, device)
+            yield from rows("dense_attention.causal", f"{n} x {m}", dim, prompt(n, m, dim, device), pair * seen, device)
         for lengths in PACKS[device]:
             seen = sum(n * (n + 1) / 2 for n in lengths)
             case = f"{len(lengths)} up to {max(lengths)}"
-            yield from rows("ragged_attention", case, dim, pack(lengths, dim, device), pair * seen, device)
+            yield from rows("dense_attention.packed", case, dim, pack(lengths, dim, device), pair * seen, device)
         for batch, length in STEPS[device]:
             ways, nbytes = step(batch, length, dim, device), 2 * batch * length * HEADS * dim * dtype(device).itemsize
             yield from rows("paged_attention", f"{batch} x {length}", dim, ways, nbytes, device)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.timing import Row, bench, microseconds
+from shadowkv.ops.dense_attention import cuda_sm90, triton
+from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.merge_attention.triton import merge_attention
-from shadowkv.ops.ragged_attention import cuda_sm90 as cuda
-from shadowkv.ops.ragged_attention import triton
 from shadowkv.ops.registry import Ops
 
 BLOCKS = [  # queries, keys, kv heads, group, dim
@@ -65,11 +65,11 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """The op as chosen here, and PyTorch's; other packages' are in ``attention_backends.py``."""
-    return {"chosen": Ops("cuda").causal_attention, "flash": flash, "cudnn": cudnn}
+    return {"chosen": Ops("cuda").dense_attention, "flash": flash, "cudnn": cudnn}
 
 
 @bench(BLOCKS)
-def causal_attention(case: tuple[int, int, int, int, int]) -> list[Row]:
+def dense_attention(case: tuple[int, int, int, int, int]) -> list[Row]:
     """A row for each backend; the time of the first call, in which cuDNN plans its kernels, is given separately."""
     n, m, heads, group, dim = case
     q = torch.randn(n, heads * group, dim, device="cuda").bfloat16()
@@ -93,16 +93,16 @@ def causal_attention(case: tuple[int, int, int, int, int]) -> list[Row]:
 
 
 @bench(PACKS)
-def ragged_attention(case: tuple[list[int], int, int, int]) -> list[Row]:
+def packed_attention(case: tuple[list[int], int, int, int]) -> list[Row]:
     """A row for each way: the kernels for packs, flash attention over all, and a call for each prompt."""
     lengths, heads, group, dim = case
     bounds = [0, *accumulate(lengths)]
     q = torch.randn(bounds[-1], heads * group, dim, device="cuda").bfloat16()
     k, v = torch.randn(2, bounds[-1], heads, dim, device="cuda").bfloat16()
-    starts, alone = torch.tensor(bounds, dtype=torch.int32, device="cuda"), Ops("cuda").causal_attention
+    starts, alone = torch.tensor(bounds, dtype=torch.int32, device="cuda"), Ops("cuda").dense_attention
     ways: dict[str, Callable[[], Tensor]] = {
-        "cuda": lambda: cuda.ragged_attention(q, k, v, starts, lengths),
-        "triton": lambda: triton.ragged_attention(q, k, v, starts, lengths),
+        "cuda": lambda: cuda_sm90.packed(q, k, v, Packed(starts, lengths)),
+        "triton": lambda: triton.packed(q, k, v, Packed(starts, lengths)),
         "flash attention 2": lambda: torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, max(lengths), max(lengths), 0.0, True, False
         )[0],

@@ -17,7 +17,7 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import load_plan, plan_on
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import planned_row_blocks
-from shadowkv.ops.registry import NAMES
+from shadowkv.ops.registry import CALLS
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto
     ops = choose_ops(layout, config.rope, where, called, attention_backend=attention_backend)
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []
-    for name in NAMES:
+    for name in CALLS:
         reason = next(iter(ops.reasons[name]), None)
         unbuilt = name in ops.unbuilt
         chosen.append(OpChoice(name, ops.backends[name], name in ops.called, reason, build() if unbuilt else None))

@@ -16,13 +16,13 @@ from shadowkv.ops.registry import Ops
 
 OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = (
-    *("append_block", "append_tokens", "apply_rope", "causal_attention", "gather_context", "paged_attention"),
-    *("ragged_attention", "rebuild_rows"),
+    *("append_block", "append_tokens", "apply_rope", "dense_attention.causal", "dense_attention.packed"),
+    *("gather_context", "paged_attention", "rebuild_rows"),
 )
-OF_COMPRESSED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
+OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_COMPRESSED_PAGES`` only where it
 compresses. Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is compressed."""
-OF_WINDOWS = ("causal_window_attention", "paged_window_attention")
+OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops that layers with a window call."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
@@ -58,7 +58,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:
-        ops |= {"add_sinks", "block_attention", "causal_window_attention"}
+        ops |= {"add_sinks", "dense_attention.partial", "dense_attention.windowed"}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(

@@ -72,7 +72,5 @@ class FP8Linear(Computing):
         """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
         codes, scale = self.ops.quantise_tokens(x)
         bias = None if self.bias is None else self.bias[start:stop]
-        product: Tensor = self.ops.scaled_matmul(
-            codes, scale, self.weight[start:stop], self.weight_scale[start:stop], bias, x.dtype
-        )
-        return product
+        weight, weight_scale = self.weight[start:stop], self.weight_scale[start:stop]
+        return self.ops.scaled_matmul(codes, scale, weight, weight_scale, bias, x.dtype)

@@ -7,9 +7,6 @@ from torch import Tensor
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.spec import LayerSpec, projection
 
-GATES = {"silu": "silu_mul", "clamped_silu": "clamped_silu_mul", "gelu_pytorch_tanh": "gelu_mul"}
-"""The op that multiplies by the activation of a gate, by the activation's name."""
-
 
 class MLP(Computing):
     """down(activation(gate(x)) * up(x)), gate and up joined in one matrix product.
@@ -20,11 +17,12 @@ class MLP(Computing):
         name: within the layer.
     """
 
+    calls = ("gated_activation",)
+
     def __init__(self, spec: LayerSpec, size: int, name: str = "mlp") -> None:
         super().__init__()
         self.group = spec.group
-        self.gate = GATES[spec.activation]
-        self.calls = (self.gate,)
+        self.activation = spec.activation
         self.gate_up = projection(spec, f"{name}.gate_up", spec.hidden_size, 2 * size)
         self.down = projection(spec, f"{name}.down", size, spec.hidden_size)
 
@@ -34,4 +32,4 @@ class MLP(Computing):
 
     def part(self, x: Tensor) -> Tensor:
         """What this rank adds to the sum over all ranks: [T, D] -> [T, D]."""
-        return self.down(getattr(self.ops, self.gate)(self.gate_up(x)))
+        return self.down(self.ops.gated_activation(self.gate_up(x), self.activation))

@@ -6,15 +6,18 @@ and no shape depends on numbers, so that a decode step can be a CUDA graph.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
-from shadowkv.layers.mlp import GATES, MLP
+from shadowkv.layers.mlp import MLP
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
 from shadowkv.ops.choose_experts.routing import Routing
+from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 class Router(Computing):
@@ -84,21 +87,21 @@ class ExpertsProjection(Computing):
         return product.add_(bias.index_select(0, number.clamp_max(len(bias) - 1)))
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
-        product: Tensor
         if isinstance(self.weight, QuantisedMatrix):
-            product = self.ops.grouped_quantised_matmul(x, self.weight.of_experts, offsets)
-        else:
-            product = self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
-        return product
+            # As the backend that was chosen packs them, where it does.
+            rows = cast("list[Tensor | QuantisedRows]", self.weight.of_experts)
+            return self.ops.grouped_quantised_matmul(x, rows, offsets)
+        return self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
 
 
 class RoutedExperts(Computing):
     """The experts among which tokens choose, or those of them that this rank holds: gated MLPs."""
 
+    calls = ("gated_activation", "sort_by_expert", "sum_experts")
+
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
-        self.gate = GATES[spec.activation]
-        self.calls = (self.gate, "sort_by_expert", "sum_experts")
+        self.activation = spec.activation
         (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
         self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
         bias = experts.biases
@@ -118,10 +121,9 @@ class RoutedExperts(Computing):
         """
         token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
         # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
-        gate = getattr(self.ops, self.gate)
-        out = self.down(gate(self.gate_up(x.index_select(0, token), number, offsets)), number, offsets)
-        summed: Tensor = self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
-        return summed
+        gated, kind = self.ops.gated_activation, self.activation
+        out = self.down(gated(self.gate_up(x.index_select(0, token), number, offsets), kind), number, offsets)
+        return self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
 
 
 class MixtureOfExperts(nn.Module):

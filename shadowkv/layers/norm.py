@@ -25,13 +25,11 @@ class RMSNorm(Computing):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size] in the dtype of x."""
-        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
-        return normed
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def after_add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta and its norm, each [..., size]."""
-        total, normed = self.ops.add_rms_norm(x, delta, self.weight, self.eps)
-        return total, normed
+        return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class JointNorm(RMSNorm):

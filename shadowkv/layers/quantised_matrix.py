@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +150,11 @@ class QuantisedMatrix(Computing):
     def forward(self, x: Tensor, start: int, stop: int) -> Tensor:
         """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
-            F.linear(x, rows) if isinstance(rows, Tensor) else self.ops.quantised_matmul(x, rows)
+            F.linear(x, rows) if isinstance(rows, Tensor)
+            # Or as the backend that was chosen packs them.
+            else self.ops.quantised_matmul(x, cast(QuantisedRows, rows))
             for rows in self._multiplied(start, stop)
-        ]
+        ]  # fmt: skip
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def look_up(self, index: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: what the layer has in place of the MLP; None for nothing.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: of the MLP's gate, by its name in Hugging Face configs where it has one: one of ``GATES`` (``mlp``).
+        activation: of the MLP's gate, by its name in Hugging Face configs where it has one: one of
+            ``ops/gated_activation``'s.
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised before RoPE, each head by itself.

@@ -21,7 +21,8 @@ class Case:
     """Plain numbers that a backend's ``supports`` reads.
 
     Attributes:
-        ops: ops that the model and the policy call; the others are not asked what they support.
+        ops: ops, and forms of ops, that the model and the policy call (``registry.CALLS``); the others are not asked
+            what they support.
         dtype: of queries, and of exact keys and values.
         head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
         rope_dim: leading dimensions of a head that RoPE rotates.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,62 +11,24 @@ from typing import Any
 import torch
 
 from shadowkv.ops.case import Case
+from shadowkv.ops.dense_attention.forms import DenseAttention
 from shadowkv.ops.extension import Unbuilt
+from shadowkv.ops.references import References
 from shadowkv.wording import SettingsError
 
-NAMES = (
-    "add_rms_norm",
-    "add_sinks",
-    "append_block",
-    "append_tokens",
-    "apply_rope",
-    "attend_blocks",
-    "attend_coded",
-    "attend_selected",
-    "block_attention",
-    "causal_attention",
-    "causal_window_attention",
-    "choose_experts",
-    "chunk_mean_scores",
-    "clamped_silu_mul",
-    "decode_layers",
-    "dequantise_rows",
-    "fetch_chunks",
-    "find_outliers",
-    "gather_context",
-    "gelu_mul",
-    "grouped_matmul",
-    "grouped_quantised_matmul",
-    "low_rank_basis",
-    "merge_attention",
-    "min_max_scores",
-    "paged_attention",
-    "paged_window_attention",
-    "project_latents",
-    "quantise_rows",
-    "quantise_tokens",
-    "quantised_matmul",
-    "ragged_attention",
-    "rebuild_rows",
-    "rms_norm",
-    "sample_tokens",
-    "scaled_matmul",
-    "select_blocks",
-    "select_by_sketch",
-    "select_top_chunks",
-    "sign_scores",
-    "silu_mul",
-    "sketch_keys",
-    "sketch_queries",
-    "sort_by_expert",
-    "sum_experts",
-    "whiten_rows",
-    "write_rows",
-)
+NAMES = tuple(vars(References()))
+"""All ops."""
+
+FORMS = {"dense_attention": tuple(field.name for field in fields(DenseAttention))}
+"""Ops of whose calls few backends serve all. The backend of each form of a call is chosen by itself; its function has
+the form's name."""
+
+CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in FORMS.get(name, ("",)))
+"""What backends are chosen for: ops, and of those with forms each form: ``dense_attention.packed``."""
 
 PREFERENCE = {
     "cuda": (
-        *("cuda_sm90", "cuda_sm90_flash", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_sm90", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
         *("cuda_selected_sm90", "cuda_selected", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),
@@ -75,16 +37,16 @@ PREFERENCE = {
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 """The backends that call another package's attention, by what ``--attention-backend`` calls them. ``auto`` asks them
-first for the head dims that a module has as ``FASTER_AT``: those where it was measured to be faster."""
+first for the forms and head dims that a module has as ``FASTER_AT``: those where it was measured to be faster."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of an op.
+    """The backend of an op, or of a form of its calls.
 
     Attributes:
         backend: its name, that of its file in the op's folder.
-        function: the op.
+        function: the op, or what serves the form.
         synchronises: whether it makes the host wait for the device.
         needs_lengths: whether the host has to know how long packed sequences are.
         reasons: faster backends that are not used, and why: ``name: reason``.
@@ -106,21 +68,25 @@ def choose(
     override: str | None = None,
     attention_backend: str = "auto",
 ) -> Choice:
-    """The fastest backend of the op ``name`` that ``device`` has and that supports ``case``, or the one that
-    ``override`` names. None for a case skips the check of what backends support; ``attention_backend`` is as
-    for ``Ops``. Raises ValueError as ``Ops`` does."""
+    """The fastest backend of ``name``, one of ``CALLS``, that ``device`` has and that supports ``case``, or the one
+    that ``override`` names. None for a case skips the check of what backends support; ``attention_backend`` is as for
+    ``Ops``. Raises ValueError as ``Ops`` does."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
     backends, passed_over = _preferred(kind, attention_backend) if override is None else (override,), list[str]()
     unbuilt: str | None = None
+    op, _, form = name.partition(".")
     for backend in backends:
-        path = f"shadowkv.ops.{name}.{backend}"
+        path = f"shadowkv.ops.{op}.{backend}"
         if find_spec(path) is None:
             continue
         module = import_module(path)
+        function = getattr(module, form or op, None)
+        if function is None:
+            continue
         unasked = attention_backend == "auto" and override is None and backend in LIBRARIES.values()
-        if unasked and (case is None or case.head_dim not in getattr(module, "FASTER_AT", ())):
+        if unasked and (case is None or case.head_dim not in getattr(module, "FASTER_AT", {}).get(form, ())):
             continue
         reasons: list[str] = getattr(module, "missing", lambda: [])()
         if unbuilt is None:
@@ -128,11 +94,9 @@ def choose(
         if not reasons and case is not None:
             reasons = getattr(module, "supports", lambda case: [])(case)
         if not reasons:
-            synchronises, needs_lengths = (
-                getattr(module, "SYNCHRONISES", False),
-                kind in getattr(module, "NEEDS_LENGTHS", ()),
-            )
-            return Choice(backend, getattr(module, name), synchronises, needs_lengths, passed_over, unbuilt)
+            synchronises = getattr(module, "SYNCHRONISES", False)
+            needs_lengths = kind == "cuda" and form in getattr(module, "NEEDS_LENGTHS", ())
+            return Choice(backend, function, synchronises, needs_lengths, passed_over, unbuilt)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
@@ -146,7 +110,7 @@ def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
     return PREFERENCE[kind] if library is None else (library, *PREFERENCE[kind])
 
 
-class Ops:
+class Ops(References):
     """The ops of an engine, each as an attribute: made once, where it is loaded, for its model's layers, its cache and
     its sampler.
 
@@ -157,15 +121,15 @@ class Ops:
     Args:
         device: where the ops will run.
         case: what they will be called with; None skips the check of what backends support.
-        overrides: backend by op name, for tests and comparisons.
+        overrides: backend by op, or by form of one, for tests and comparisons.
         attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``shadowkv`` is ``PREFERENCE``, ``auto`` the same,
             after ``LIBRARIES`` where these are faster; in one of them run the ops that have a backend of it which
             serves, others as ever.
 
     Attributes:
-        called: ops of the case; all ops without a case.
-        backends: backend by op name.
-        reasons: faster backends of each op that are not used, and why: ``name: reason``.
+        called: those of ``CALLS`` that the case has; all without a case.
+        backends: backend of each of ``CALLS``.
+        reasons: faster backends of each of them that are not used, and why: ``name: reason``.
         unbuilt: ops of ``called`` that would have a faster backend if its library had been built, or could be loaded,
             and why it is not.
         synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a
@@ -185,18 +149,21 @@ class Ops:
         overrides: Mapping[str, str] | None = None,
         attention_backend: str = "auto",
     ) -> None:
+        super().__init__()
         overrides = dict(overrides or {})
-        unknown = sorted(set(overrides) - set(NAMES))
+        unknown = sorted(set(overrides) - {*NAMES, *CALLS})
         if unknown:
             raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
-        self.case, self.called = case, frozenset(NAMES) if case is None else case.ops
+        self.case, self.called = case, frozenset(CALLS) if case is None else case.ops
         self.backends: dict[str, str] = {}
         self.reasons: dict[str, list[str]] = {}
         self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
         self.needing_lengths: list[str] = []
-        for name in NAMES:
-            choice = choose(name, device, case if name in self.called else None, overrides.get(name), attention_backend)
+        functions: dict[str, Callable[..., Any]] = {}
+        for name in CALLS:
+            override = overrides.get(name, overrides.get(name.partition(".")[0]))
+            choice = choose(name, device, case if name in self.called else None, override, attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
             if name in self.called and choice.unbuilt is not None:
                 self.unbuilt[name] = choice.unbuilt
@@ -204,7 +171,12 @@ class Ops:
                 self.synchronising.append(name)
             if name in self.called and choice.needs_lengths:
                 self.needing_lengths.append(name)
-            setattr(self, name, choice.function)
+            functions[name] = choice.function
+        for name in NAMES:
+            if name not in FORMS:
+                setattr(self, name, functions[name])
+        forms = {form: functions[f"dense_attention.{form}"] for form in FORMS["dense_attention"]}
+        self.dense_attention = DenseAttention(**forms)
         if attention_backend in LIBRARIES:
             self._check_library(attention_backend)
 
@@ -217,6 +189,3 @@ class Ops:
         reasons = dict.fromkeys(reason.partition(": ")[2] for reason in refused if reason.startswith(f"{backend}: "))
         why = "; ".join(reasons) or "no op that is called has a backend of it"
         raise SettingsError(f"attention_backend={name!r} can serve no attention here: {why}", ["attention_backend"])
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

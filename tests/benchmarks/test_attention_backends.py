@@ -32,7 +32,7 @@ def test_every_backend_has_a_row_of_each_case(tmp_path: Path, monkeypatch: pytes
     assert tuple(rows[0]) == bench.COLUMNS
     assert all(float(row["ms"]) > 0 and not row["error"] and row["commit"] for row in rows)
     found = {op: {row["backend"] for row in rows if row["op"] == op} for op in {row["op"] for row in rows}}
-    assert found["causal_attention"] >= {"reference"} and found["ragged_attention"] >= {"reference"}
+    assert found["dense_attention.causal"] >= {"reference"} and found["dense_attention.packed"] >= {"reference"}
     assert found["paged_attention"] >= {"reference", "sdpa", "flashinfer", "flash_attn"}
     nbytes = 2 * 2 * 512 * bench.HEADS * 64 * 4
     for row in rows:
@@ -54,7 +54,7 @@ def test_a_wrong_result_is_an_error_and_no_time(tmp_path: Path, monkeypatch: pyt
 
     def functions(op: str, dim: int, device: str):
         yield from right(op, dim, device)
-        if op == "ragged_attention":
+        if op == "dense_attention.packed":
             yield "wrong", wrong
 
     monkeypatch.setattr(bench, "functions", functions)

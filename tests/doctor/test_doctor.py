@@ -16,13 +16,13 @@ from shadowkv.doctor.report import as_text
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.ops import extension
-from shadowkv.ops.registry import NAMES
+from shadowkv.ops.registry import CALLS
 
 
 def rows(text: str) -> dict[str, str]:
     """Lines of the table by op."""
     lines = (line.split(maxsplit=1) for line in text.splitlines() if line)
-    return {line[0].strip("()"): line[1] for line in lines if line[0].strip("()") in NAMES}
+    return {line[0].strip("()"): line[1] for line in lines if line[0].strip("()") in CALLS}
 
 
 def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture
 def test_text_has_every_op_and_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert rows(text).keys() == {*NAMES}
+    assert rows(text).keys() == {*CALLS}
     for name in ("torch", "driver", "GPU", "CPU", "memory", "CUDA compiler", "C++ ops", "CUDA ops", "extras"):
         assert f"\n{name:14}" in text
 
@@ -88,7 +88,7 @@ def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
     assert table["attend_selected"].split("  ")[0] == "Triton"
     assert "cuda_sm90: not built" in table["attend_selected"] and "build it (1)" in table["attend_selected"]
     assert table["rms_norm"] == "Triton"
-    assert table["causal_attention"].startswith("CUDA ")
+    assert table["dense_attention.causal"].startswith("CUDA ")
     [remedy] = [line for line in text.splitlines() if line.startswith("(1) ")]
     assert remedy.endswith("csrc/build_cuda.py")
     assert "could be faster here: " in text.splitlines()[-1]
@@ -97,10 +97,9 @@ def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
 
 @pytest.mark.parametrize("library", ["flashinfer", "flash_attn"])
 def test_a_library_of_attention_is_in_the_table(hopper: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    for op in ("block_attention", "causal_attention", "ragged_attention"):
-        monkeypatch.setattr(f"shadowkv.ops.{op}.{library}.missing", lambda: [])
+    monkeypatch.setattr(f"shadowkv.ops.dense_attention.{library}.missing", lambda: [])
     table = rows(as_text(MACHINE, choices_for("llama-3.1-8b", "full", "cuda", library.replace("_", "-"))))
-    assert table["causal_attention"] == table["ragged_attention"] == library
+    assert table["dense_attention.causal"] == table["dense_attention.packed"] == library
     assert table["paged_attention"].startswith("PyTorch ")
 
 

@@ -2,13 +2,13 @@
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from noted_calls import noted_calls
 from test_cuda_graphs import steps
 from test_engine import drain, prompt, tokens
 
@@ -21,7 +21,7 @@ from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import Unbuilt, cpu_missing
-from shadowkv.ops.registry import NAMES, Ops
+from shadowkv.ops.registry import Ops
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -34,7 +34,7 @@ def test_the_backend_of_every_op_that_is_called_is_said(make: Any, kv: str) -> N
     said = {name: backend for backend, names in lines for name in names.split(", ")}
     ops = engine.cache.ops
     assert said == {name: ops.backends[name] for name in ops.called}
-    assert {"causal_attention", "paged_attention", "rms_norm"} <= said.keys()
+    assert {"dense_attention.causal", "paged_attention", "rms_norm"} <= said.keys()
     assert ("select_top_chunks" in said) == (kv == "shadowkv")
 
 
@@ -64,13 +64,7 @@ def test_every_op_that_runs_is_declared(make: Any, quantization: str | None, mon
     monkeypatch.setattr("shadowkv.models.loader.unfit", lambda device, dtype: None)
     dtype = "float32" if quantization is None else "bfloat16"
     engine = make(kv="shadowkv:budget=64,outliers=4", device="cpu", dtype=dtype, quantization=quantization)
-    ops, called = engine.cache.ops, set()
-
-    def noting(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (called.add(name), op(*args, **options))[1]
-
-    for name in NAMES:
-        monkeypatch.setattr(ops, name, noting(name, getattr(ops, name)))
+    ops, called = engine.cache.ops, noted_calls(engine.cache.ops, monkeypatch)
     monkeypatch.setattr(engine.runner.sampler, "_sample_tokens", ops.sample_tokens)
     engine.add_request("one", prompt(0, 700), SamplingParams(max_tokens=80, seed=1, ignore_eos=True))
     assert len(tokens(drain(engine)["one"])) == 80

@@ -6,6 +6,8 @@ make: of a few pages at a time, these do not grow with a prompt.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from allocations import peak_bytes
@@ -70,9 +72,9 @@ def taken_and_left(model: Decoder, kv: str, cached: int, scored: bool, tokens: i
     ops, memory = choose_ops(layout, ROPE, "cpu"), Blocks(device=4 * tokens // PAGE, host=2 * tokens // PAGE)
     cache = KVCache(layout, ROPE, slots=1, memory=memory, ops=ops)
     model.use(ops)
-    cache.ops.causal_attention = lambda q, *_: torch.empty_like(q)
-    for name in ("block_attention", "attend_blocks"):
-        setattr(cache.ops, name, lambda q, *_, **__: (torch.empty_like(q), q.new_zeros(q.shape[:2])))
+    cache.ops.attend_blocks = lambda q, *_: (torch.empty_like(q), q.new_zeros(q.shape[:2]))
+    causal, partial = lambda q, *_: torch.empty_like(q), cache.ops.attend_blocks
+    cache.ops.dense_attention = replace(cache.ops.dense_attention, causal=causal, partial=partial)
     cache.ops.find_outliers = lambda keys, _, count, sink: torch.arange(sink, sink + count).expand(keys.shape[1], -1)
     nothing = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1, 1)
     cache.ops.select_blocks = lambda *_: nothing

@@ -1,13 +1,12 @@
 """What is known about a cache's ops before it is built: which are called, and with what."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import driver
 import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
+from noted_calls import noted_calls
 
 from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -15,7 +14,6 @@ from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected import cuda_sm90
-from shadowkv.ops.registry import NAMES
 
 MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,sampled=0.0", "shadowkv:index=chunk-mean-fp8"]
 
@@ -27,17 +25,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
     monkeypatch.setattr(driver, "ROPE", rope)
     cache = make_cache(preset(kv, budget=None if preset(kv).index == "none" else 64))
     assert cache.ops.called == case_of(cache.layout, rope, torch.device(DEVICE)).ops
-    called = set()
-
-    def noting(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            called.add(name)
-            return op(*args, **options)
-
-        return call
-
-    for name in NAMES:
-        monkeypatch.setattr(cache.ops, name, noting(name, getattr(cache.ops, name)))
+    called = noted_calls(cache.ops, monkeypatch)
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
     prefill(cache, [(Stream(seed, cache.allocate(5, 5)), 5) for seed in (1, 2)])

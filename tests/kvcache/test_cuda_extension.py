@@ -11,7 +11,7 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.block_attention import reference
+from shadowkv.ops.dense_attention import reference
 from shadowkv.ops.registry import NAMES
 
 if DEVICE != "cuda":
@@ -69,10 +69,10 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
             got = cache.start(layer, stream.q[layer, rows], block)()
             q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.groups[0].store.rotary)
             index = batch.scratch_index(layer)
-            own = [x[index].transpose(0, 1).float() for x in (batch.rope_keys, batch.values)]
-            k, v = (torch.cat(x, dim=1) for x in zip(before[layer], own))
-            exact, _ = reference.block_attention(q.float(), k, v, causal=True)
-            low, _ = reference.block_attention(q, k.to(DTYPE), v.to(DTYPE), causal=True)
+            own = [x[index].float() for x in (batch.rope_keys, batch.values)]
+            k, v = (torch.cat((old.transpose(0, 1), new)) for old, new in zip(before[layer], own))
+            exact, _ = reference.partial(q.float(), k, v, True)
+            low, _ = reference.partial(q, k.to(DTYPE), v.to(DTYPE), True)
             error, allowed = (got - exact).abs().max(), 2 * (low - exact).abs().max() + 2**-7 * exact.abs().max()
             assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
         cache.release(stream.sequence)

@@ -36,7 +36,7 @@ EVERYTHING = {
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowkv.kvcache.compression.rebuilt.SPAN_PAGES", 3)  # of 16
-    monkeypatch.setattr("shadowkv.ops.block_attention.reference.SCORES_AT_ONCE", 50 * SHAPE.num_query_heads * PAGE)
+    monkeypatch.setattr("shadowkv.ops.dense_attention.reference.SCORES_AT_ONCE", 50 * SHAPE.num_query_heads * PAGE)
     cache = make_cache(EVERYTHING[name])
     lengths = [1, 7, 63, 64, 65, 417, 1000]
     streams = [Stream(seed, cache.allocate(n, n + 70)) for seed, n in enumerate(lengths)]

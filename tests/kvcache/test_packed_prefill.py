@@ -1,6 +1,7 @@
 """Prompts that are prefilled together give what each gives alone, in one attention call and one write per layer."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,24 +72,25 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
     monkeypatch.setattr(spec, "LATE", 5)
     cache, calls = make_cache(POLICIES[name]), Counter[str]()
 
-    def count(owner: Any, what: str) -> None:
+    def counted(owner: Any, what: str) -> Any:
         function = getattr(owner, what)
 
         def counting(*args: Any) -> Any:
             calls[what] += 1
             return function(*args)
 
-        monkeypatch.setattr(owner, what, counting)
+        return counting
 
-    for what in ("ragged_attention", "causal_attention"):
-        count(cache.ops, what)
-    count(cache.groups[0].store, "write_tokens")
-    count(cache.groups[0].storing, "observe")
+    attention = cache.ops.dense_attention
+    forms = {form: counted(attention, form) for form in ("packed", "causal")}
+    monkeypatch.setattr(cache.ops, "dense_attention", replace(attention, **forms))
+    for owner, what in ((cache.groups[0].store, "write_tokens"), (cache.groups[0].storing, "observe")):
+        monkeypatch.setattr(owner, what, counted(owner, what))
     streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
     prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
     stored = 1  # both layers together
     observed = stored if cache.spec.compresses else 0
-    assert calls == Counter(ragged_attention=SHAPE.num_layers, write_tokens=stored, observe=observed)
+    assert calls == Counter(packed=SHAPE.num_layers, write_tokens=stored, observe=observed)
 
 
 def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:

@@ -24,7 +24,7 @@ from shadowkv.models.checkpoints.quantised.fp4 import MXFP4
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import planned_row_blocks
-from shadowkv.ops.clamped_silu_mul.reference import clamped_silu_mul
+from shadowkv.ops.gated_activation.reference import gated_activation
 
 EXPERTS = "model.layers.0.mlp.experts"
 CONFIG = {
@@ -63,7 +63,7 @@ def test_gates_and_up_are_clamped() -> None:
     gate, up = torch.tensor([9.0, -9.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 9.0, -9.0])
     glu = torch.tensor([7.0, -9.0, 1.0, 1.0])
     wanted = glu * torch.sigmoid(1.702 * glu) * torch.tensor([1.0, 1.0, 8.0, -6.0])
-    torch.testing.assert_close(clamped_silu_mul(torch.cat((gate, up))), wanted)
+    torch.testing.assert_close(gated_activation(torch.cat((gate, up)), "clamped_silu"), wanted)
 
 
 def test_mxfp4_files_give_the_logits_of_their_numbers(tmp_path: Path) -> None:

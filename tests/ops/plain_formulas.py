@@ -3,6 +3,7 @@
 import math
 
 import torch
+from precision import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -62,6 +63,22 @@ def assert_close(out: Tensor, exact: Tensor, atol: float = 2e-5, rtol: float = 2
     """float32 results against float64 ones; infinities must agree."""
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact.double(), atol=atol, rtol=rtol)
+
+
+def check(out: tuple[Tensor, Tensor], rows: list[tuple], dtype: torch.dtype) -> None:
+    """Outputs and log-sum-exps [n, H_q, …] against one (q, k, v) per row."""
+    exact, sums = attend_rows(rows)
+    assert out[0].dtype == dtype
+    assert out[1].dtype == torch.float32
+    if dtype == torch.float32:
+        assert_close(out[0], exact)
+        assert_close(out[1], sums)
+        return
+    low, low_sums = attend_rows(rows, dtype)
+    assert_close_like_lowp(out[0], exact, low)
+    full = sums.isfinite()
+    assert torch.equal(out[1] == -math.inf, ~full)
+    assert_close_like_lowp(out[1][full], sums[full], low_sums[full])
 
 
 def poison(x: Tensor, keep: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import ast
 import inspect
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,26 +17,22 @@ import pytest
 import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
 from precision import assert_close_like_lowp
+from test_dense_attention import CACHED, doubles, packed, with_cached
 from test_op_registry import TURBO
-from test_ragged_attention import CACHED, packed, with_cached
 
 from shadowkv.engine.startup.loading import backend_lines
 from shadowkv.load_settings import ATTENTION_BACKENDS
 from shadowkv.ops import extension
-from shadowkv.ops.block_attention import flash_attn, flashinfer
-from shadowkv.ops.block_attention import reference as block
-from shadowkv.ops.causal_attention import reference as causal
-from shadowkv.ops.causal_window_attention import reference as window_op
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound
-from shadowkv.ops.ragged_attention import flashinfer as ragged_flashinfer
-from shadowkv.ops.ragged_attention import reference as ragged
-from shadowkv.ops.registry import LIBRARIES, Ops
+from shadowkv.ops.dense_attention import flash_attn, flashinfer, reference
+from shadowkv.ops.dense_attention.forms import Packed
+from shadowkv.ops.registry import FORMS, LIBRARIES, Ops
 from shadowkv.wording import SettingsError
 
 if torch.cuda.is_available():
     pytest.skip("the libraries themselves are tested there", allow_module_level=True)
 
-OPS = ("block_attention", "causal_attention", "causal_window_attention", "ragged_attention")
+CALLS = tuple(f"dense_attention.{form}" for form in sorted(FORMS["dense_attention"]))
 SHAPES = [(3, 1, 64), (2, 4, 128), (1, 8, 256), (1, 16, 64)]
 """kv heads, query heads of each, head dim."""
 SIZES = [(1, 1), (1, 77), (64, 64), (37, 130)]
@@ -49,17 +44,13 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=[
 
 
 @pytest.fixture(params=["flashinfer", "flash_attn"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A library's backend, which calls the stub."""
     monkeypatch.setitem(sys.modules, request.param, stub(request.param))
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    monkeypatch.setattr(ragged_flashinfer, "_workspace", lambda device: (torch.empty(1, dtype=torch.uint8), event))
-    ragged_flashinfer._planned.cache_clear()
-    return request.param
-
-
-def function(op: str, backend: str) -> Any:
-    return getattr(import_module(f"shadowkv.ops.{op}.{backend}"), op)
+    monkeypatch.setattr(flashinfer, "_workspace", lambda device: (torch.empty(1, dtype=torch.uint8), event))
+    flashinfer._planned.cache_clear()
+    return {"flashinfer": flashinfer, "flash_attn": flash_attn}[request.param]
 
 
 def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -74,13 +65,11 @@ def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) 
 @dtypes
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_and_their_sums_are_the_references(
-    seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
+    seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
 ) -> None:
     q, k, v = drawn(n, m, heads, group, dim, dtype)
-    args = q, k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = function("block_attention", backend)(*args, is_causal)
-    exact = block.block_attention(*(x.double() for x in args), is_causal)
-    low = block.block_attention(*args, is_causal)
+    out, lse = library.partial(q, k, v, is_causal)
+    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
     assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
     assert_close_like_lowp(out, exact[0], low[0])
     torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-4, rtol=1e-5)
@@ -88,10 +77,9 @@ def test_blocks_and_their_sums_are_the_references(
 
 @shapes
 @sizes
-def test_causal_queries_are_the_last(seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int) -> None:
+def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int) -> None:
     args = drawn(n, m, heads, group, dim, torch.bfloat16)
-    exact = causal.causal_attention(*(x.double() for x in args))
-    assert_close_like_lowp(function("causal_attention", backend)(*args), exact, causal.causal_attention(*args))
+    assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
 
 
 @shapes
@@ -99,53 +87,51 @@ def test_causal_queries_are_the_last(seed: int, backend: str, heads: int, group:
 @pytest.mark.parametrize("window", [1, 9, 64, 500])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_windows_have_as_many_tokens_and_sinks_their_share(
-    seed: int, backend: str, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
+    seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
 ) -> None:
     q, k, v = drawn(n, m, heads, group, dim, torch.bfloat16)
     sinks = 3 * torch.randn(q.shape[1]) if with_sinks else None
-    exact = window_op.causal_window_attention(q.double(), k.double(), v.double(), window, sinks)
-    low = window_op.causal_window_attention(q, k, v, window, sinks)
-    assert_close_like_lowp(function("causal_window_attention", backend)(q, k, v, window, sinks), exact, low)
+    exact = reference.windowed(*doubles(q, k, v), window, sinks, None)
+    low = reference.windowed(q, k, v, window, sinks, None)
+    assert_close_like_lowp(library.windowed(q, k, v, window, sinks, None), exact, low)
 
 
 @shapes
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 64, 65], [130, 3, 1, 40]], ids=str)
 def test_packed_sequences_see_themselves_alone(
-    seed: int, backend: str, heads: int, group: int, dim: int, lengths: list[int]
+    seed: int, library: Any, heads: int, group: int, dim: int, lengths: list[int]
 ) -> None:
-    args = packed(lengths, heads, group, dim, torch.bfloat16)
-    exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
-    assert_close_like_lowp(function("ragged_attention", backend)(*args), exact, ragged.ragged_attention(*args))
+    *args, pack = packed(lengths, heads, group, dim, torch.bfloat16)
+    exact = reference.packed(*doubles(*args), pack)
+    assert_close_like_lowp(library.packed(*args, pack), exact, reference.packed(*args, pack))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", ""])
 @pytest.mark.parametrize(("lengths", "cached"), CACHED, ids=str)
 def test_packed_sequences_see_what_they_have_cached(
-    seed: int, backend: str, lengths: list[int], cached: list[int], known: bool
+    seed: int, library: Any, lengths: list[int], cached: list[int], known: bool
 ) -> None:
-    q, k, v, starts, of_host, key_starts = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
-    exact = ragged.ragged_attention(*(x.double() for x in (q, k, v)), starts, of_host, key_starts)
-    low = ragged.ragged_attention(q, k, v, starts, of_host, key_starts)
-    found = function("ragged_attention", backend)(q, k, v, starts, of_host if known else None, key_starts)
-    assert_close_like_lowp(found, exact, low)
-    window = partial(window_op.causal_window_attention, window=50, cu_seqlens=starts, cu_seqlens_k=key_starts)
-    found = function("causal_window_attention", backend)(q, k, v, 50, None, starts, None, key_starts)
-    assert_close_like_lowp(found, window(*(x.double() for x in (q, k, v))), window(q, k, v))
+    *args, pack = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
+    exact, low = reference.packed(*doubles(*args), pack), reference.packed(*args, pack)
+    unknown = pack._replace(lengths=None)
+    assert_close_like_lowp(library.packed(*args, pack if known else unknown), exact, low)
+    exact, low = (reference.windowed(*some, 50, None, unknown) for some in (doubles(*args), args))
+    assert_close_like_lowp(library.windowed(*args, 50, None, unknown), exact, low)
 
 
-def test_no_packed_sequences(backend: str) -> None:
+def test_no_packed_sequences(library: Any) -> None:
     q, k = torch.empty(0, 8, 64), torch.empty(0, 2, 64)
     starts = torch.zeros(1, dtype=torch.int32)
-    assert function("ragged_attention", backend)(q, k, k, starts, ()).shape == q.shape
+    assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape
 
 
-@pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
-def test_packs_are_planned_once_while_their_layers_take_turns(seed: int, backend: str) -> None:
+@pytest.mark.parametrize("library", ["flashinfer"], indirect=True)
+def test_packs_are_planned_once_while_their_layers_take_turns(seed: int, library: Any) -> None:
     packs = [packed(lengths, 2, 2, 64, torch.bfloat16) for lengths in ([5, 7], [12], [3, 3, 6])]
     before = BatchPrefillWithRaggedKVCacheWrapper.planned
     for _ in range(3):
         for args in packs:
-            ragged_flashinfer.ragged_attention(*args)
+            flashinfer.packed(*args)
     assert BatchPrefillWithRaggedKVCacheWrapper.planned == before + len(packs)
 
 
@@ -180,14 +166,14 @@ def test_stubs_have_the_signatures_of_what_is_installed(name: str) -> None:
 
 # -- where they are chosen -----------------------------------------------------------------------------------------
 
-CASE = replace(TURBO, ops=frozenset((*OPS, "paged_attention", "paged_window_attention", "add_sinks", "rms_norm")))
+CASE = replace(TURBO, ops=frozenset((*CALLS, "paged_attention", "paged_window_attention", "add_sinks", "rms_norm")))
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries, and our kernels, as far as choosing goes."""
-    for op in (*OPS, "paged_attention"):
-        for name in ("cuda", "cuda_masked", "cuda_sm90", "cuda_sm90_flash", "flashinfer", "flash_attn"):
+    for op in ("dense_attention", "paged_attention"):
+        for name in ("cuda", "cuda_masked", "cuda_sm90", "flashinfer", "flash_attn"):
             if find_spec(f"shadowkv.ops.{op}.{name}"):
                 module = import_module(f"shadowkv.ops.{op}.{name}")
                 monkeypatch.setattr(module, "missing", lambda: [])
@@ -203,27 +189,28 @@ def test_auto_takes_a_library_where_it_was_measured_to_be_faster(installed: None
     for case in (CASE, replace(CASE, head_dim=64), replace(wide, dtype=torch.float32)):
         assert Ops("cuda", case).backends == Ops("cuda", case, attention_backend="shadowkv").backends
     on_cpu = Ops("cpu", wide)
-    assert on_cpu.backends["causal_attention"] == "reference" and not on_cpu.reasons["causal_attention"]
+    assert on_cpu.backends["dense_attention.causal"] == "reference" and not on_cpu.reasons["dense_attention.causal"]
     found, ours = Ops("cuda", wide).backends, Ops("cuda", wide, attention_backend="shadowkv").backends
     others = {op: backend for op, backend in found.items() if backend != ours[op]}
-    assert others == {"causal_attention": "flashinfer", "ragged_attention": "flashinfer"}
-    assert Ops("cuda", CASE, attention_backend="flashinfer").backends["causal_attention"] == "flashinfer"
+    assert others == {"dense_attention.causal": "flashinfer", "dense_attention.packed": "flashinfer"}
+    assert Ops("cuda", CASE, attention_backend="flashinfer").backends["dense_attention.causal"] == "flashinfer"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_has_the_ops_that_it_can_serve_and_lines_name_them(installed: None, library: str) -> None:
     ops, usual = Ops("cuda", CASE, attention_backend=library), Ops("cuda", CASE)
-    assert {op for op, backend in ops.backends.items() if backend == LIBRARIES[library]} == {*OPS}
-    assert {op: ops.backends[op] for op in ops.backends if op not in OPS} == {
-        op: usual.backends[op] for op in usual.backends if op not in OPS
+    assert {op for op, backend in ops.backends.items() if backend == LIBRARIES[library]} == {*CALLS}
+    assert {op: ops.backends[op] for op in ops.backends if op not in CALLS} == {
+        op: usual.backends[op] for op in usual.backends if op not in CALLS
     }
     lines = backend_lines(ops, torch.device("cuda"), eager=False)
-    assert f"kernels {LIBRARIES[library]}: {', '.join(OPS)}" in lines
+    assert f"kernels {LIBRARIES[library]}: {', '.join(CALLS)}" in lines
 
 
 def test_an_override_goes_before_a_library(installed: None) -> None:
-    ops = Ops("cuda", CASE, {"causal_attention": "cuda"}, "flash-attn")
-    assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == ("cuda", "flash_attn")
+    ops = Ops("cuda", CASE, {"dense_attention.causal": "cuda"}, "flash-attn")
+    assert ops.backends["dense_attention.causal"] == "cuda"
+    assert ops.backends["dense_attention.partial"] == "flash_attn"
 
 
 @pytest.mark.parametrize(
@@ -244,9 +231,8 @@ def test_what_a_library_does_not_take_is_refused_with_the_reason(
 
 
 def test_flash_attn_takes_more_head_dims(installed: None) -> None:
-    assert Ops("cuda", replace(CASE, head_dim=96), attention_backend="flash-attn").backends["causal_attention"] == (
-        "flash_attn"
-    )
+    ops = Ops("cuda", replace(CASE, head_dim=96), attention_backend="flash-attn")
+    assert ops.backends["dense_attention.causal"] == "flash_attn"
 
 
 @pytest.fixture

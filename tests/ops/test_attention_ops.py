@@ -1,36 +1,18 @@
-"""The attention ops against a softmax per head, and their parts merged against one softmax over everything."""
+"""Paged attention against a softmax per head, and parts merged against one softmax over everything."""
 
 import math
 from itertools import pairwise
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close, attend_rows, poison
+from plain_formulas import SHAPES, assert_close, attend_rows, check, poison
 from precision import assert_close_like_lowp
-from torch import Tensor
 
-from shadowkv.ops.block_attention import reference as block_reference
 from shadowkv.ops.paged_attention import reference as paged_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-
-
-def check(out: tuple[Tensor, Tensor], rows: list[tuple], dtype: torch.dtype) -> None:
-    """Outputs and log-sum-exps [n, H_q, …] against one (q, k, v) per row."""
-    exact, sums = attend_rows(rows)
-    assert out[0].dtype == dtype
-    assert out[1].dtype == torch.float32
-    if dtype == torch.float32:
-        assert_close(out[0], exact)
-        assert_close(out[1], sums)
-        return
-    low, low_sums = attend_rows(rows, dtype)
-    assert_close_like_lowp(out[0], exact, low)
-    full = sums.isfinite()
-    assert torch.equal(out[1] == -math.inf, ~full)
-    assert_close_like_lowp(out[1][full], sums[full], low_sums[full])
 
 
 def paged_case(heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple:
@@ -93,30 +75,6 @@ def test_paged_attention_may_gather_its_pages_in_any_number_of_steps(seed, monke
     check(paged_reference.paged_attention(*args), rows, torch.float32)
 
 
-@shapes
-@dtypes
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 7), (1, 40), (5, 23)])
-def test_causal_attention_sees_each_position_up_to_its_own(ops, seed, heads, group, dim, dtype, n, m):
-    q = torch.randn(n, heads * group, dim).to(dtype)
-    k, v = torch.randn(2, m, heads, dim).to(dtype)
-    rows = [(q[i], k[: m - n + i + 1].transpose(0, 1), v[: m - n + i + 1].transpose(0, 1)) for i in range(n)]
-    out = ops.causal_attention(q, k, v)
-    check((out, attend_rows(rows)[1].float()), rows, dtype)
-
-
-@shapes
-@dtypes
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 64), (6, 37)])
-@pytest.mark.parametrize("at_once", [2**24, 1, 300])
-def test_block_attention_attends_to_a_block(ops, seed, monkeypatch, heads, group, dim, dtype, causal, n, m, at_once):
-    monkeypatch.setattr(block_reference, "SCORES_AT_ONCE", at_once)
-    q = torch.randn(n, heads * group, dim).to(dtype)
-    k, v = torch.randn(2, heads, m, dim).to(dtype)
-    seen = [m - n + i + 1 if causal else m for i in range(n)]
-    check(ops.block_attention(q, k, v, causal), [(q[i], k[:, :end], v[:, :end]) for i, end in enumerate(seen)], dtype)
-
-
 @dtypes
 def test_merged_parts_equal_one_softmax_over_all_of_them(ops, seed, dtype):
     q, (k, v) = torch.randn(3, 6, 64).to(dtype), torch.randn(2, 2, 50, 64).to(dtype)
@@ -147,19 +105,3 @@ def test_merge_weighs_parts_by_the_exponential_of_their_log_sum_exp(ops, seed):
 def test_merge_of_a_single_part_is_that_part(ops, seed):
     out = torch.randn(2, 3, 8)
     assert torch.equal(ops.merge_attention([(out, torch.randn(2, 3))]), out)
-
-
-@shapes
-def test_blocks_and_a_causal_last_block_merge_into_causal_attention(ops, seed, heads, group, dim):
-    n, m, step = 9, 70, 24
-    q, (k, v) = torch.randn(n, heads * group, dim), torch.randn(2, m, heads, dim)
-    keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    parts = [
-        ops.block_attention(q, keys[:, start : min(start + step, m - n)], values[:, start : min(start + step, m - n)])
-        for start in range(0, m - n, step)
-    ]
-    parts.append(ops.block_attention(q, keys[:, m - n :], values[:, m - n :], causal=True))
-    rows = [(q[i], keys[:, : m - n + i + 1], values[:, : m - n + i + 1]) for i in range(n)]
-    merged = ops.merge_attention(parts)
-    assert_close(merged, attend_rows(rows)[0])
-    torch.testing.assert_close(merged, ops.causal_attention(q, k, v), atol=2e-5, rtol=2e-5)

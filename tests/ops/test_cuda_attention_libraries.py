@@ -2,20 +2,16 @@
 
 import math
 import os
-from importlib import import_module
 
 import pytest
 import torch
 from precision import assert_close_like_lowp
-from test_ragged_attention import packed
+from test_dense_attention import doubles, packed
 
-from shadowkv.ops.block_attention import flash_attn, flashinfer
-from shadowkv.ops.block_attention import reference as block
-from shadowkv.ops.causal_attention import reference as causal
-from shadowkv.ops.causal_window_attention import reference as window_op
-from shadowkv.ops.ragged_attention import reference as ragged
+from shadowkv.ops.dense_attention import flash_attn, flashinfer, reference
+from shadowkv.ops.dense_attention.forms import Packed
 
-LIBRARIES = [name for name, module in (("flashinfer", flashinfer), ("flash_attn", flash_attn)) if not module.missing()]
+LIBRARIES = [library for library in (flashinfer, flash_attn) if not library.missing()]
 if not LIBRARIES:
     pytest.skip("; ".join(flashinfer.missing() + flash_attn.missing()), allow_module_level=True)
 
@@ -26,14 +22,10 @@ SHAPES = [(heads, group, dim) for dim in DIMS for heads, group in ((3, 1), (2, 4
 SIZES = [(1, 1), (1, 777), (64, 64), (37, 300), (300, 300), (5, 5000), (700, 1500)]
 """Queries, and keys up to the last of them."""
 
-library = pytest.mark.parametrize("library", LIBRARIES)
+library = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__.rpartition(".")[2])
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 sizes = pytest.mark.parametrize(("n", "m"), SIZES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def op(name: str, library: str):
-    return getattr(import_module(f"shadowkv.ops.{name}.{library}"), name)
 
 
 def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -50,10 +42,8 @@ def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is_causal):
     q, k, v = drawn(n, m, heads, group, dim, dtype)
-    args = q, k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = op("block_attention", library)(*args, is_causal)
-    exact = block.block_attention(*(x.double() for x in args), is_causal)
-    low = block.block_attention(*args, is_causal)
+    out, lse = library.partial(q, k, v, is_causal)
+    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
     assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
     assert_close_like_lowp(out, exact[0], low[0])
     assert_close_like_lowp(lse, exact[1], low[1])
@@ -65,8 +55,7 @@ def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is
 @dtypes
 def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dtype):
     args = drawn(n, m, heads, group, dim, dtype)
-    exact = causal.causal_attention(*(x.double() for x in args))
-    assert_close_like_lowp(op("causal_attention", library)(*args), exact, causal.causal_attention(*args))
+    assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
 
 
 @library
@@ -78,9 +67,9 @@ def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dty
 def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window, with_sinks):
     q, k, v = drawn(n, m, heads, group, dim, dtype)
     sinks = 3 * torch.randn(q.shape[1], device="cuda") if with_sinks else None
-    exact = window_op.causal_window_attention(q.double(), k.double(), v.double(), window, sinks)
-    low = window_op.causal_window_attention(q, k, v, window, sinks)
-    assert_close_like_lowp(op("causal_window_attention", library)(q, k, v, window, sinks), exact, low)
+    exact = reference.windowed(*doubles(q, k, v), window, sinks, None)
+    low = reference.windowed(q, k, v, window, sinks, None)
+    assert_close_like_lowp(library.windowed(q, k, v, window, sinks, None), exact, low)
 
 
 @library
@@ -88,43 +77,39 @@ def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window
 @dtypes
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 64, 65], [1500, 2, 700, 1024], [40] * 70], ids=str)
 def test_packed_sequences_see_themselves_alone(seed, library, heads, group, dim, dtype, lengths):
-    args = packed(lengths, heads, group, dim, dtype)
-    exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+    *args, pack = packed(lengths, heads, group, dim, dtype)
+    exact = reference.packed(*doubles(*args), pack)
     for _ in range(2):  # planned, and as planned
-        assert_close_like_lowp(op("ragged_attention", library)(*args), exact, ragged.ragged_attention(*args))
+        assert_close_like_lowp(library.packed(*args, pack), exact, reference.packed(*args, pack))
 
 
 @library
 def test_packs_take_turns(seed, library):
     """More of them than plans are kept, all launched before any is waited for."""
-    attend = op("ragged_attention", library)
     packs = [packed([100 + count, 900, 3 * count + 1], 2, 4, 128, torch.bfloat16) for count in range(12)]
     busy = torch.randn(8192, 8192, device="cuda")
     for _ in range(8):
         busy @ busy
-    outs = [attend(*args) for _ in range(2) for args in packs]
-    for out, args in zip(outs, 2 * packs):
-        exact = ragged.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
-        assert_close_like_lowp(out, exact, ragged.ragged_attention(*args))
+    outs = [library.packed(*args) for _ in range(2) for args in packs]
+    for out, (*args, pack) in zip(outs, 2 * packs):
+        assert_close_like_lowp(out, reference.packed(*doubles(*args), pack), reference.packed(*args, pack))
 
 
 @library
 def test_no_packed_sequences(library):
     q, k = torch.empty(0, 8, 128, device="cuda"), torch.empty(0, 2, 128, device="cuda")
     starts = torch.zeros(1, dtype=torch.int32, device="cuda")
-    assert op("ragged_attention", library)(q, k, k, starts, ()).shape == q.shape
+    assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape
 
 
 @library
-@pytest.mark.parametrize("name", ["block_attention", "causal_attention"])
+@pytest.mark.parametrize("name", ["partial", "causal"])
 @pytest.mark.parametrize(("n", "m"), [(1, 777), (300, 300), (700, 1500)])
 def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
     """As the pass of a prompt that stays exact is; and the host does not wait."""
-    attend, sides = op(name, library), (0, 1) if name == "block_attention" else (0, 0)
 
     def run(q, k, v):
-        out = attend(q, k.transpose(*sides), v.transpose(*sides))
-        return out[0] if isinstance(out, tuple) else out
+        return library.causal(q, k, v) if name == "causal" else library.partial(q, k, v, False)[0]
 
     args = drawn(n, m, 2, 4, 128, torch.bfloat16)
     run(*args)  # compiled

@@ -12,11 +12,12 @@ from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.choose_experts.routing import Routing
+from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.registry import NAMES, Ops
+from shadowkv.ops.registry import CALLS, Ops
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
@@ -121,6 +122,11 @@ def nothing_to_fetch(ops: Ops) -> None:
         returns(found, ((rows, H, k), None))
     assert (buffer.owner == -1).all()
     assert (buffer.counters == 0).all()
+
+
+def no_packed_sequences(ops: Ops, window: int | None = None) -> None:
+    q, k = floats(0, H * G, D), floats(0, H, D)
+    returns(ops.dense_attention(q, k, k, Packed(whole(1).int(), ()), window=window), ((0, H * G, D), None))
 
 
 def no_exact_tokens(ops: Ops) -> None:
@@ -240,10 +246,8 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((2, 0), None),
     ),
     "quantise_tokens": lambda ops: returns(ops.quantise_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
-    "ragged_attention": lambda ops: returns(
-        ops.ragged_attention(floats(0, H * G, D), floats(0, H, D), floats(0, H, D), whole(1).int(), ()),
-        ((0, H * G, D), None),
-    ),
+    "dense_attention.packed": no_packed_sequences,
+    "dense_attention.windowed": lambda ops: no_packed_sequences(ops, window=5),
     "rebuild_rows": no_pages_to_rebuild,
     "grouped_matmul": lambda ops: returns(
         ops.grouped_matmul(floats(0, D), floats(3, 8, D), torch.zeros(4, dtype=torch.int32, device=DEVICE)),
@@ -280,9 +284,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((0, 4, D), None),
         ((0, 4), None),
     ),
-    "clamped_silu_mul": lambda ops: returns(ops.clamped_silu_mul(floats(0, 2 * D)), ((0, D), None)),
-    "gelu_mul": lambda ops: returns(ops.gelu_mul(floats(0, 2 * D)), ((0, D), None)),
-    "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
+    "gated_activation": lambda ops: returns(ops.gated_activation(floats(0, 2 * D), "silu"), ((0, D), None)),
     "sketch_keys": no_sketches_to_write,
     "sketch_queries": no_queries_to_sketch,
     "whiten_rows": lambda ops: returns(
@@ -292,14 +294,14 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
 }
 
 AT_LEAST_ONE = {
-    *("attend_blocks", "block_attention", "causal_attention", "causal_window_attention", "low_rank_basis"),
+    *("attend_blocks", "dense_attention.causal", "dense_attention.partial", "low_rank_basis"),
     *("decode_layers", "select_blocks"),
 }
 """Their docstrings ask for a query, a row or a sequence."""
 
 
 def test_every_op_is_here() -> None:
-    assert set(NAMES) == CHECKS.keys() | AT_LEAST_ONE
+    assert set(CALLS) == CHECKS.keys() | AT_LEAST_ONE
 
 
 if ON_GPU or INTERPRETED:

@@ -17,7 +17,7 @@ FILES = [
         *("test_prefill_blocks.py", "test_expert_ops.py", "test_grouped_matmul.py"),
     ],
     [
-        *("test_ragged_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),
+        *("test_dense_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),
         *("test_triton_ops.py", "test_triton_storing.py", "test_window_ops.py"),
     ],
 ]

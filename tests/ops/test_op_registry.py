@@ -1,6 +1,7 @@
 """The choice of backends."""
 
 import ast
+import inspect
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,26 +15,25 @@ from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.ops.attend_coded import cuda_selected_sm90 as attend_coded_selected_sm90
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90 as attend_selected_sm90
-from shadowkv.ops.block_attention import cuda_sm90_flash as block_attention
 from shadowkv.ops.case import Case
-from shadowkv.ops.causal_attention import cuda_sm90_flash as causal_attention
+from shadowkv.ops.dense_attention import cuda_sm90 as dense_attention
 from shadowkv.ops.extension import Unbuilt
-from shadowkv.ops.fused_attention import MIN_TILES
-from shadowkv.ops.registry import NAMES, Ops
+from shadowkv.ops.registry import CALLS, NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
 BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
 
 TURBO = Case(
-    ops=frozenset(NAMES) - {"attend_coded", *FusedLayers.calls},
+    ops=frozenset(CALLS) - {"attend_coded", *FusedLayers.calls},
     dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8,
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
     host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
 """Llama-3.1-8B on an H200, its values on the host."""
-FOR_HOPPER = {"attend_selected", "block_attention", "causal_attention"}
-"""Ops with kernels for Hopper beside those for any GPU."""
-INT4 = replace(TURBO, ops=frozenset(NAMES), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
+FOR_HOPPER = {"attend_selected", "dense_attention.partial", "dense_attention.causal"}
+"""Calls with kernels for Hopper beside those for any GPU."""
+CALLS_OF_DENSE_ATTENTION = [f"dense_attention.{form}" for form in ("causal", "partial", "packed", "windowed")]
+INT4 = replace(TURBO, ops=frozenset(CALLS), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
 """The same with keys of 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
 """Formats of the preset of that name."""
@@ -53,14 +53,14 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_folder_is_a_known_op_with_a_reference() -> None:
     assert sorted(path.parent.name for path in ROOT.glob("*/reference.py")) == sorted(NAMES)
     assert set(Ops("cpu", overrides=dict.fromkeys(NAMES, "reference")).backends.items()) == {
-        (name, "reference") for name in NAMES
+        (name, "reference") for name in CALLS
     }
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda", 1)])
 def test_every_op_has_a_backend_on_every_device_type(device: torch.device | str) -> None:
     ops = Ops(device)
-    assert set(ops.backends) == ops.called == set(NAMES)
+    assert set(ops.backends) == ops.called == set(CALLS)
     assert all(callable(getattr(ops, name)) for name in NAMES)
 
 
@@ -89,7 +89,7 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     assert slow == {"dequantise_rows", *FusedLayers.calls}
     assert ops.backends["quantised_matmul"] == "humming"
     assert ops.backends["grouped_matmul"] == "cuda"
-    assert ops.backends["causal_attention"] == ops.backends["block_attention"] == "cuda_sm90_flash"
+    assert [ops.backends[call] for call in CALLS_OF_DENSE_ATTENTION] == ["cuda_sm90"] * 3 + ["triton"]
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
     assert ops.backends["attend_selected"] == "cuda"
     assert not ops.synchronising
@@ -197,23 +197,30 @@ def test_experts_are_looped_over_in_float32_alone(
 
 
 @pytest.mark.parametrize(
-    ("changes", "causal", "block"),
+    ("changes", "backends"),
     [
-        ({}, "cuda_sm90_flash", "cuda_sm90_flash"),
-        ({"dtype": torch.float16, "head_dim": 64}, "cuda_sm90_flash", "cuda_sm90_flash"),
-        ({"head_dim": 96}, "cuda", "cuda"),
-        ({"head_dim": 256}, "cuda", "cuda"),
-        ({"head_dim": 264}, "cuda_masked", "reference"),
-        ({"head_dim": 84}, "cuda_masked", "reference"),
-        ({"dtype": torch.float32}, "cuda_masked", "reference"),
+        ({}, ["cuda_sm90", "cuda_sm90", "cuda_sm90", "triton"]),
+        ({"dtype": torch.float16, "head_dim": 64}, ["cuda_sm90", "cuda_sm90", "cuda_sm90", "triton"]),
+        ({"head_dim": 96}, ["cuda", "cuda", "triton", "triton"]),
+        ({"head_dim": 256}, ["cuda", "cuda", "triton", "triton"]),
+        ({"head_dim": 264}, ["cuda_masked", "reference", "reference", "reference"]),
+        ({"head_dim": 84}, ["cuda_masked", "reference", "triton", "triton"]),
+        ({"dtype": torch.float32}, ["cuda_masked", "reference", "triton", "triton"]),
     ],
 )
-def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], causal: str, block: str) -> None:
-    case = replace(INT4, ops=frozenset({"block_attention", "causal_attention"}), **changes)
-    ops = Ops("cuda", case, attention_backend="shadowkv")
-    assert (ops.backends["causal_attention"], ops.backends["block_attention"]) == (causal, block)
-    if causal != "cuda_sm90_flash":
-        assert ops.reasons["causal_attention"][0].startswith("cuda_sm90_flash: ")
+def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, object], backends: list[str]) -> None:
+    ops, calls = Ops("cuda", replace(INT4, **changes), attention_backend="shadowkv"), CALLS_OF_DENSE_ATTENTION
+    assert [ops.backends[call] for call in calls] == backends
+    if backends[0] != "cuda_sm90":
+        assert ops.reasons[calls[0]][0].startswith("cuda_sm90: ")
+    assert ops.needing_lengths == [call for call in calls[2:] if ops.backends[call] == "reference"]
+
+
+@pytest.mark.parametrize(("library", "forms"), [("flashinfer", ["packed", "windowed"]), ("flash-attn", ["windowed"])])
+def test_libraries_that_have_to_know_lengths(built: None, library: str, forms: list[str]) -> None:
+    ops = Ops("cuda", INT4, attention_backend=library)
+    assert ops.needing_lengths == [f"dense_attention.{form}" for form in forms]
+    assert not Ops("cpu").needing_lengths
 
 
 @pytest.mark.parametrize(
@@ -223,19 +230,19 @@ def test_dense_prefill_by_dtype_and_head_dim(built: None, changes: dict[str, obj
 def test_on_hopper_few_queries_go_to_flash_attention(
     monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, tiles: int
 ) -> None:
-    """By the size of a call alone, as the backend's name says."""
+    """By the size of a call alone."""
     for kernel in ("attend_sequences", "flash_attention"):
-        monkeypatch.setattr(f"shadowkv.ops.fused_attention.{kernel}", lambda q, *_, kernel=kernel: (kernel, kernel))
-    expected = "attend_sequences" if tiles >= MIN_TILES else "flash_attention"
+        monkeypatch.setattr(dense_attention, kernel, lambda q, *_, kernel=kernel: (kernel, kernel))
+    expected = "attend_sequences" if tiles >= dense_attention.MIN_TILES else "flash_attention"
     q, k = torch.empty(tokens, heads, 64), torch.empty(tokens, 2, 64)
-    assert causal_attention.causal_attention(q, k, k) == expected
-    assert block_attention.block_attention(q, k.transpose(0, 1), k.transpose(0, 1)) == (expected, expected)
+    assert dense_attention.causal(q, k, k) == expected
+    assert dense_attention.partial(q, k, k, False) == (expected, expected)
 
 
 def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend in (
         *(("attend_selected", "cuda_sm90"), ("attend_coded", "cuda_selected_sm90")),
-        *(("causal_attention", "cuda_sm90_flash"), ("block_attention", "cuda_sm90_flash")),
+        ("dense_attention", "cuda_sm90"),
     ):
         monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.missing", lambda: ["no Hopper"])
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", lambda case: [])
@@ -254,9 +261,9 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
     ("device", "changes", "names", "reason"),
     [
         ("cuda", {"dtype": torch.float16}, ["paged_attention"], "cuda: torch.float16 is not bfloat16"),
-        ("cuda", {"dtype": torch.float32}, ["block_attention"], "cuda: torch.float32 is not of 16 bits"),
+        ("cuda", {"dtype": torch.float32}, ["dense_attention.partial"], "cuda: torch.float32 is not of 16 bits"),
         ("cuda", {"head_dim": 80}, ["paged_attention"], "cuda: head dim 80 is not 64, 96, 128 or 256"),
-        ("cuda", {"head_dim": 84}, ["block_attention"], "cuda: head dim 84 is no multiple of 8 up to 256"),
+        ("cuda", {"head_dim": 84}, ["dense_attention.partial"], "cuda: head dim 84 is no multiple of 8 up to 256"),
         ("cuda", {"head_dim": 192}, SKETCH, "cuda: head dim 192 is not in 8-128 or 200-256"),
         ("cuda", {"head_dim": 192}, ["sketch_keys"], "triton: head dim 192 is above 128"),
         ("cuda", {"num_query_heads": 136}, SKETCH, "cuda: 17 query heads a kv head are more than 16"),
@@ -296,8 +303,8 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
 
 def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
     ops = Ops("cuda", replace(TURBO, head_dim=96))
-    assert ops.backends["ragged_attention"] == ops.backends["attend_blocks"] == "triton"
-    assert ops.reasons["ragged_attention"] == ["cuda_sm90: head dim 96 is not 64 or 128"]
+    assert ops.backends["dense_attention.packed"] == ops.backends["attend_blocks"] == "triton"
+    assert ops.reasons["dense_attention.packed"] == ["cuda_sm90: head dim 96 is not 64 or 128"]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +320,7 @@ def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
 def test_rows_of_8_bit_floats_have_kernels(
     built: None, changes: dict[str, object], backend: str, reason: str | None
 ) -> None:
-    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), rank=0, **{"key_codec": 12, "value_codec": 12, **changes}))
+    ops = Ops("cuda", replace(TURBO, ops=frozenset(CALLS), rank=0, **{"key_codec": 12, "value_codec": 12, **changes}))
     assert ops.backends["attend_coded"] == backend
     assert ops.backends["quantise_rows"] == ops.backends["rebuild_rows"] == "triton"
     assert reason is None or reason in ops.reasons["attend_coded"]
@@ -372,7 +379,7 @@ def test_low_rank_keys_without_an_index_have_kernels(
         return [] if case.key_codec == 18 else ["no kernel for its codecs"]
 
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
-    on_device = replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, host_values=False)
+    on_device = replace(TURBO, ops=frozenset(CALLS), fetched_bytes=0, host_values=False)
     ops = Ops("cuda", replace(on_device, **{**SHARD, **changes}))
     assert ops.backends["attend_coded"] == backend
     if reason is not None:
@@ -415,9 +422,17 @@ def test_a_backend_that_the_op_lacks_is_named() -> None:
         Ops("cpu", overrides={"apply_rope": "abacus"})
 
 
-def test_an_unknown_op_is_an_attribute_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=r"'sort'.*paged_attention"):
-        _ = Ops("cpu").sort
+@pytest.mark.parametrize("call", CALLS)
+def test_backends_take_what_their_reference_takes(call: str) -> None:
+    """Which is what type checkers know of an op."""
+    op, _, form = call.partition(".")
+    found = {}
+    for path in [path for path, name in BACKENDS.items() if name == op]:
+        function = getattr(import_module(f"shadowkv.ops.{op}.{path.stem}"), form or op, None)
+        if callable(function):
+            parameters = inspect.signature(function).parameters.values()
+            found[path.stem] = [(each.name, each.kind, each.default) for each in parameters]
+    assert found and all(parameters == found["reference"] for parameters in found.values()), found
 
 
 @pytest.mark.parametrize(

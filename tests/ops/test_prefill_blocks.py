@@ -11,6 +11,7 @@ from drawn_blocks import check_draws, free_shares
 from torch import Tensor
 
 from shadowkv.ops.case import Case
+from shadowkv.ops.dense_attention.reference import dense_attention
 from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED, SINK_BLOCKS, SPREAD, Blocks
 
 pytest.importorskip("triton")
@@ -173,10 +174,8 @@ def test_attention_is_that_of_the_listed_blocks(
 
 def test_everything_listed_is_causal_attention(backend: str) -> None:
     q, k, v = inputs(300, 1000, 4, 2, 64)
-    from shadowkv.ops.causal_attention.reference import causal_attention
-
     blocks = select(backend, q, k, 0.5, 300)
-    (got, _), exact = attend(backend, q, k, v, *blocks), causal_attention(q.float(), k.float(), v.float())
+    (got, _), exact = attend(backend, q, k, v, *blocks), dense_attention(q.float(), k.float(), v.float())
     tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
     torch.testing.assert_close(got.float(), exact, atol=tolerance, rtol=tolerance)
 

@@ -24,12 +24,10 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.apply_rope import triton as rope_triton
     from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
-    from shadowkv.ops.clamped_silu_mul import reference as clamped_silu_mul_reference
-    from shadowkv.ops.clamped_silu_mul import triton as clamped_silu_mul_triton
+    from shadowkv.ops.gated_activation import reference as gates_reference
+    from shadowkv.ops.gated_activation import triton as gates_triton
     from shadowkv.ops.gather_context import reference as gather_context_reference
     from shadowkv.ops.gather_context import triton as gather_context_triton
-    from shadowkv.ops.gelu_mul import reference as gelu_mul_reference
-    from shadowkv.ops.gelu_mul import triton as gelu_mul_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
     from shadowkv.ops.merge_attention import triton as merge_triton
     from shadowkv.ops.min_max_scores import reference as min_max_reference
@@ -38,8 +36,6 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.quantise_tokens import triton as quantise_tokens_triton
     from shadowkv.ops.rms_norm import reference as rms_norm_reference
     from shadowkv.ops.rms_norm import triton as rms_norm_triton
-    from shadowkv.ops.silu_mul import reference as silu_mul_reference
-    from shadowkv.ops.silu_mul import triton as silu_mul_triton
 
     DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
     TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
@@ -185,22 +181,14 @@ if ON_GPU or INTERPRETED:
         torch.testing.assert_close(rms_norm_triton.rms_norm(x, weight, 1e-5), wanted, **TOLERANCE[torch.float32])
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_gelu_mul(dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("activation", gates_triton.VARIANTS)
+    def test_gated_activation(activation: str, dtype: torch.dtype) -> None:
         x = 3 * random(5, 2 * 1536, dtype=dtype)
         x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -1e4])
-        torch.testing.assert_close(gelu_mul_triton.gelu_mul(x), gelu_mul_reference.gelu_mul(x), **TOLERANCE[dtype])
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_clamped_silu_mul(dtype: torch.dtype) -> None:
-        x = 3 * random(5, 2 * 1536, dtype=dtype)
-        x[0, :4] = x[1, 1536:1540] = torch.tensor([-60.0, 60.0, 0.0, -1e4])
-        wanted = clamped_silu_mul_reference.clamped_silu_mul(x)
-        torch.testing.assert_close(clamped_silu_mul_triton.clamped_silu_mul(x), wanted, **TOLERANCE[dtype])
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_silu_mul(dtype: torch.dtype) -> None:
-        x = 3 * random(5, 2 * 1536, dtype=dtype)
-        torch.testing.assert_close(silu_mul_triton.silu_mul(x), silu_mul_reference.silu_mul(x), **TOLERANCE[dtype])
+        if activation == "clamped_silu":
+            x[1, 1536:1540] = x[0, :4]
+        wanted = gates_reference.gated_activation(x, activation)
+        torch.testing.assert_close(gates_triton.gated_activation(x, activation), wanted, **TOLERANCE[dtype])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "group", "dim", "chunks"), [(2, 3, 64, 8), (1, 8, 96, 1), (3, 1, 128, 4)])

@@ -83,8 +83,7 @@ class Decode:
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
         """Queries [B, H_q, d] after RoPE."""
-        rope_q: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
-        return rope_q
+        return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
     def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE; the returned function finishes it. ``sinks``, float32

@@ -82,8 +82,9 @@ class Sketch(IndexPart):
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
-        fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        store.ops.sketch_keys(tokens.rope_keys, mean, maps, tokens.states, *fields, tokens.pages)
+        names = ("sketch_signs", "sketch_rest", "sketch_scale")
+        signs, rest, scale = (store.page[name][tokens.layers] for name in names)
+        store.ops.sketch_keys(tokens.rope_keys, mean, maps, tokens.states, signs, rest, scale, tokens.pages)
 
     def exclude(self, store: CompressedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]

@@ -184,10 +184,10 @@ class LowRankKeys(KeyPart):
         return torch.cat(bases, dim=1)[:, order], variance, largest, torch.stack(totals).sum(0)
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        names = ("basis", "latent_mean", "latent_step")
-        state = (store.state[name][tokens.layers] if name in store.state else None for name in names)
-        latents = store.page["latents"][tokens.layers]
-        store.ops.project_latents(tokens.keys, self.codec, *state, tokens.states, latents, tokens.pages)
+        basis, latents = store.state["basis"][tokens.layers], store.page["latents"][tokens.layers]
+        names = ("latent_mean", "latent_step")
+        mean, step = (store.state[name][tokens.layers] if name in store.state else None for name in names)
+        store.ops.project_latents(tokens.keys, self.codec, basis, mean, step, tokens.states, latents, tokens.pages)
 
     def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]

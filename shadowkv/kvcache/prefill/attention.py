@@ -22,6 +22,7 @@ from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
 from shadowkv.ops.attend_selected.sources import DenseRows
+from shadowkv.ops.dense_attention.forms import Packed
 
 
 class Prefill:
@@ -155,11 +156,8 @@ class Prefill:
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
         if sinks is None:
-            attended: Tensor = self.ops.causal_attention(q, k, v)
-            return attended
-        part = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
-        attended, _ = self.ops.add_sinks(*part, sinks)
-        return attended
+            return self.ops.dense_attention(q, k, v)
+        return self.ops.add_sinks(*self.ops.dense_attention(q, k, v, return_lse=True), sinks)[0]
 
     def _attend_packed(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, sinks: Tensor | None
@@ -167,14 +165,11 @@ class Prefill:
         """Attention of new sequences, which are whole."""
         rows = slice(row_range.start, row_range.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
-        window, longest = self.layout.window, max(row_range.lengths)
-        if sinks is None and (window is None or longest <= window):
-            attended: Tensor = self.ops.ragged_attention(q, keys, values, row_range.cu_seqlens, row_range.lengths)
-        else:
-            attended = self.ops.causal_window_attention(
-                q, keys, values, window or longest, sinks, row_range.cu_seqlens, row_range.lengths
-            )
-        return attended
+        assert row_range.cu_seqlens is not None, "these are rows of one sequence"
+        pack, window = Packed(row_range.cu_seqlens, row_range.lengths), self.layout.window
+        if window is not None and max(row_range.lengths) <= window:
+            window = None
+        return self.ops.dense_attention(q, keys, values, pack, window=window, sinks=sinks)
 
     def _attend_row_ranges(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
@@ -213,8 +208,7 @@ class Prefill:
         seen = len(q) + window
         if len(k) <= window:
             return self._attend_causally(q, k, v, sinks)
-        attended: Tensor = self.ops.causal_window_attention(q, k[-seen:], v[-seen:], window, sinks)
-        return attended
+        return self.ops.dense_attention(q, k[-seen:], v[-seen:], window=window, sinks=sinks)
 
     def _attend_cached(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
@@ -228,13 +222,14 @@ class Prefill:
             queries = q[row_range.start - row_ranges[0].start : row_range.stop - row_ranges[0].start]
             if not cached:
                 return self._attend_causally(queries, k, v, sinks)
-            own.append(self.ops.block_attention(queries, k.transpose(0, 1), v.transpose(0, 1), causal=True))
+            own.append(self.ops.dense_attention(queries, k, v, return_lse=True))
         if sinks is not None:
             own = [self.ops.add_sinks(*part, sinks) for part in own]
-        merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
+        outs, sums = zip(*own, strict=True)
+        merged = own[0] if len(own) == 1 else (torch.cat(outs), torch.cat(sums))
         for segment in cached:
             for k, v in self.storing.rebuilt.spans(layer, segment):
-                part = self.ops.block_attention(q, k, v)
+                part = self.ops.dense_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=False, return_lse=True)
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.kvcache.sequences.store import GroupStore
+from shadowkv.ops.dense_attention.forms import Packed
 
 MAX_PROMPTS = 15
 """Prompts in such a pass."""
@@ -121,8 +122,8 @@ class ExactPrefill:
     def captured(self) -> bool:
         """Whether its attention can be captured in a graph."""
         windowed = self.window is not None or self.store.layout.shape.sinks
-        op = "causal_window_attention" if windowed else "ragged_attention"
-        return op not in self.ops.needing_lengths
+        form = "windowed" if windowed else "packed"
+        return f"dense_attention.{form}" not in self.ops.needing_lengths
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts) -> None:
         """Stores keys (before RoPE) and values [T, H, d] where they remain, once what a window's ring has in their
@@ -136,11 +137,6 @@ class ExactPrefill:
         """Attends at once, with queries [T, H_q, d] before RoPE; the returned function has the result."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
-        starts = part.cu_seqlens, None, part.cu_seqlens_k
-        out: Tensor
-        if self.window is None and sinks is None:
-            out = self.ops.ragged_attention(q, part.keys, part.values, *starts)
-        else:
-            window = self.window or len(part.keys)
-            out = self.ops.causal_window_attention(q, part.keys, part.values, window, sinks, *starts)
+        pack = Packed(part.cu_seqlens, None, part.cu_seqlens_k)
+        out = self.ops.dense_attention(q, part.keys, part.values, pack, window=self.window, sinks=sinks)
         return lambda: out

@@ -59,7 +59,6 @@ class SparsePrefill:
         first, last = len(k) - len(q), len(k) - 1
         ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
         self._causal += q.shape[1] * sum(ends)
-        out: Tensor
         out, lse = self.ops.attend_blocks(q, k, v, indices, counts, weights)
         return out if sinks is None else self.ops.add_sinks(out, lse, sinks)[0]
 

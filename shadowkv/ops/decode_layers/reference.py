@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from shadowkv.ops.append_tokens.reference import append_tokens
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
+from shadowkv.ops.gated_activation.reference import gated_activation
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import quantised_matmul
 from shadowkv.ops.rms_norm.reference import rms_norm
-from shadowkv.ops.silu_mul.reference import silu_mul
 
 SYNCHRONISES = True
 """As ``paged_attention``'s reference."""
@@ -43,7 +43,7 @@ def decode_layers(
         if to_attention and number + 1 == len(layers.layers):
             break
         x = x + _normed(_project(attended.flatten(1), layer.out), layer.post_attention_norm, layers.eps)
-        hidden = silu_mul(_project(rms_norm(x, layer.mlp_norm, layers.eps), layer.gate_up))
+        hidden = gated_activation(_project(rms_norm(x, layer.mlp_norm, layers.eps), layer.gate_up), "silu")
         x = x + _normed(_project(hidden, layer.down), layer.post_mlp_norm, layers.eps)
     assert attended is not None, "there is a layer"
     return x, q, attended, lse

@@ -1,4 +1,4 @@
-"""activation(gate) * up in one Triton kernel: SiLU, and the gates of ``gelu_mul`` and ``clamped_silu_mul``."""
+"""activation(gate) * up in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
+
 BLOCK = 1024
 
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Same as the reference."""
-    return multiply(gate_up)
+VARIANTS = {"silu": (False, 1.0, None), "gelu_pytorch_tanh": (True, 1.0, None), "clamped_silu": (False, ALPHA, LIMIT)}
+"""Whether the gate's activation is GELU, its factor within the sigmoid otherwise, and its limit, by its name."""
 
 
-def multiply(gate_up: Tensor, *, gelu: bool = False, clamp: tuple[float, float] | None = None) -> Tensor:
-    """[..., 2n], gate before up -> [..., n]; by the approximation of GELU with tanh, or by SiLU. ``clamp`` are factor
-    and limit of ``clamped_silu_mul``."""
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """Same as the reference; of ``clamped_silu`` the product alone is rounded."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, BLOCK)
-    alpha, limit = clamp or (1.0, None)
+    gelu, alpha, limit = VARIANTS[activation]
     _multiply[grid](gate_up, out, GELU=gelu, ALPHA=alpha, LIMIT=limit, SIZE=size, BLOCK=BLOCK, num_warps=4)
     return out
 

@@ -1,10 +1,9 @@
-"""Causal attention of packed sequences in one Triton launch (FlashAttention-2, arXiv:2307.08691), in any dtype; of one
-sequence too, within a window, and with sinks (``causal_window_attention``)."""
+"""Dense attention of packed sequences, and within windows, in one Triton launch (FlashAttention-2, arXiv:2307.08691),
+in any dtype."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
+from shadowkv.ops.dense_attention.forms import Packed
 
 
 def supports(case: Case) -> list[str]:
@@ -19,29 +19,20 @@ def supports(case: Case) -> list[str]:
     return unless(case.head_dim <= 256, f"head dim {case.head_dim} is above 256")
 
 
-def ragged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    lengths: Sequence[int] | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> Tensor:
-    """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
-    return attend(q, k, v, cu_seqlens, cu_seqlens_k)
+def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
+    """Same as the reference, for head dims up to 256. Can be captured in a CUDA graph."""
+    return _launch(q, k, v, None, None, pack)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As ``causal_window_attention``, for head dims up to 256; without a window each position sees all up to its own.
-    The last dimension of every tensor is dense."""
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
+    """Same as the reference, for head dims up to 256: blocks of keys before a tile's windows are not read. Can be
+    captured in a CUDA graph."""
+    return _launch(q, k, v, window, sinks, pack)
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, pack: Packed | None) -> Tensor:
+    """Without a window each position sees all up to its own."""
+    cu_seqlens, cu_seqlens_k = (None, None) if pack is None else (pack.cu_seqlens, pack.cu_seqlens_k)
     (tokens, heads, dim), count = q.shape, 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:

@@ -1,1 +1,0 @@
-"""Attention of many queries over one block of keys, to be merged with others."""

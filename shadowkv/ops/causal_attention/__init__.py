@@ -1,1 +1,0 @@
-"""Prefill attention of the last queries over everything up to them."""

@@ -1,1 +1,0 @@
-"""Attention of new tokens over those before them, within a window."""

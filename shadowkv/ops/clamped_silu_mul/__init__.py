@@ -1,1 +1,0 @@
-"""The gate of gpt-oss's MLPs: a SwiGLU of clamped numbers (arXiv:2508.10925)."""

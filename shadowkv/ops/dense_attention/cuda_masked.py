@@ -1,0 +1,18 @@
+"""Dense attention of one sequence on a GPU for what flash attention does not take: float32, and other head dims."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from shadowkv.ops.extension import gpu_missing
+
+missing = gpu_missing
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Same as the reference; where n is not m, PyTorch makes a mask of n x m."""
+    bias = causal_lower_right(len(q), len(k))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)[0].transpose(0, 1)

@@ -1,0 +1,69 @@
+"""Dense attention by flash-attn (github.com/Dao-AILab/flash-attention, arXiv:2307.08691): version 2 of it, for GPUs
+from Ampere on. 16-bit dtypes, and head dims that are multiples of 8 up to 256."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.case import unless
+from shadowkv.ops.dense_attention.cuda import supports
+from shadowkv.ops.dense_attention.forms import Packed, windowed_by
+from shadowkv.ops.extension import gpu_missing
+
+__all__ = ["NEEDS_LENGTHS", "attend", "causal", "missing", "packed", "partial", "supports", "windowed"]
+
+NEEDS_LENGTHS = ("windowed",)
+
+MIN_CAPABILITY = (8, 0)
+
+
+def missing() -> list[str]:
+    """The reasons why the library cannot be used here; none if it can."""
+    built = find_spec("flash_attn_2_cuda") is not None  # later versions share the package's name, and not its functions
+    return gpu_missing(MIN_CAPABILITY) + unless(
+        built, "flash-attn is not installed: pip install flash-attn --no-build-isolation, which compiles it"
+    )
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Same as the reference. Can be captured in a CUDA graph."""
+    return attend(q, k, v, True)[0]
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Same as the reference. Can be captured in a CUDA graph."""
+    return attend(q, k, v, causal)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
+    """Same as the reference. Can be captured in a CUDA graph."""
+    if not len(q):
+        return torch.empty_like(q)
+    from flash_attn import flash_attn_varlen_func
+
+    starts, key_starts = pack.cu_seqlens, pack.cu_seqlens_k
+    longest = len(q) if pack.lengths is None else max(pack.lengths)
+    keys, most = (starts, longest) if key_starts is None else (key_starts, len(k))
+    out: Tensor = flash_attn_varlen_func(q, k, v, starts, keys, longest, most, causal=True)
+    return out
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
+    """Same as the reference; a call of the library for each packed sequence."""
+    return windowed_by(attend, q, k, v, window, sinks, pack)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of q [n, H_q, d] over k, v [m, H, d], over the newest ``window`` positions up to each one's own where
+    there is one: out [n, H_q, d] and the log-sum-exp, float32 [n, H_q]."""
+    from flash_attn import flash_attn_func
+
+    # Bounds of a window are inclusive, of positions before a query's own and after it; -1 is none.
+    bounds = (-1, -1) if window is None else (window - 1, 0)
+    out, lse, _ = flash_attn_func(
+        q[None], k[None], v[None], causal=causal, window_size=bounds, return_attn_probs=True
+    )  # probabilities are empty without dropout
+    return out[0], lse[0].T

@@ -1,0 +1,129 @@
+"""Dense attention by FlashInfer (github.com/flashinfer-ai/flashinfer, arXiv:2501.01005): kernels that it compiles here
+with nvcc, once for every dtype and head dim, with a window or without, and keeps in ``~/.cache/flashinfer``. 16-bit
+dtypes, and head dims of 64, 128 or 256."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.installation import adding
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
+from shadowkv.ops.dense_attention.forms import Packed, windowed_by
+from shadowkv.ops.extension import gpu_missing
+
+NEEDS_LENGTHS = ("packed", "windowed")
+
+FASTER_AT = {"causal": (256,), "packed": (256,)}
+"""Head dims at which it takes less than half of PyTorch's time on an H200 for one sequence, and less than 0.7 of
+Triton's for packed ones. For one sequence ours takes 1.06 to 0.93 of its time at 64 and 128. Packed, ours takes 1.06 to
+1.26 of its time at 128, and 0.86 to 1.0 at 64, for which nobody should wait while kernels compile."""
+
+WORKSPACE = 128 * 2**20
+"""Bytes for partial results, as many as the library recommends."""
+
+PLANS = 8
+"""Plans that are kept, each with 8 MiB on the device and on the host: in every layer packs of a batch take turns."""
+
+MIN_CAPABILITY = (8, 0)
+"""Of tensor cores with bfloat16."""
+
+DIMS = (64, 128, 256)
+"""Head dims that its attention is compiled for."""
+
+
+def missing() -> list[str]:
+    """The reasons why the library cannot be used here; none if it can."""
+    if find_spec("flashinfer") is None:
+        return [*gpu_missing(MIN_CAPABILITY), f"flashinfer-python is not installed: {adding('flashinfer')}"]
+    return gpu_missing(MIN_CAPABILITY) + _compiler_missing()
+
+
+def supports(case: Case) -> list[str]:
+    """Why the library cannot serve a case."""
+    dims = unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not {', '.join(map(str, DIMS))}")
+    return unless(case.dtype in (torch.bfloat16, torch.float16), f"{case.dtype} is not of 16 bits") + dims
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Same as the reference. Can be captured in a CUDA graph."""
+    return attend(q, k, v, True)[0]
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Same as the reference. Can be captured in a CUDA graph."""
+    return attend(q, k, v, causal)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
+    """Same as the reference. The library plans on the host how kernels divide the work: in the first call of a pack,
+    which waits for the one before. Cannot be captured in a CUDA graph."""
+    if not len(q):
+        return torch.empty_like(q)
+    lengths = tuple(pack.cu_seqlens.diff().tolist() if pack.lengths is None else pack.lengths)
+    keys = lengths if pack.cu_seqlens_k is None else tuple(pack.cu_seqlens_k.diff().tolist())
+    out: Tensor = _planned(lengths, keys, q.shape[1:], k.shape[1], q.dtype, q.device).run(q, k, v)
+    return out
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
+    """Same as the reference; a call of the library for each packed sequence."""
+    return windowed_by(attend, q, k, v, window, sinks, pack)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of q [n, H_q, d] over k, v [m, H, d], over the newest ``window`` positions up to each one's own where
+    there is one: out [n, H_q, d] and the log-sum-exp, float32 [n, H_q]. Needs no plan on the host."""
+    from flashinfer import single_prefill_with_kv_cache
+
+    before = -1 if window is None else window - 1  # positions before a query's own; -1 is all
+    out, lse = single_prefill_with_kv_cache(q, k, v, causal=causal, window_left=before, return_lse=True)
+    return out, lse * math.log(2)  # the library's are in base 2
+
+
+@cache
+def _compiler_missing() -> list[str]:
+    """Why the library cannot compile its kernels, unless they are installed compiled."""
+    if find_spec("flashinfer_jit_cache") is not None:
+        return []
+    try:
+        whole = find_compiler(None).origin != PYPI  # which lacks the headers of curand that the library includes
+    except CompilerNotFound:
+        whole = False
+    places = "of $CUDA_HOME, on the path or in /usr/local/cuda"
+    return unless(whole, f"flashinfer compiles its kernels with a CUDA toolkit, {places}: there is none")
+
+
+@lru_cache(PLANS)
+def _planned(
+    lengths: tuple[int, ...],
+    keys: tuple[int, ...],
+    query: torch.Size,
+    kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The library's object that attends to a pack of ``lengths`` queries [H_q, d] over ``keys`` keys."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    workspace, copied = _workspace(device)
+    copied.synchronize()  # a plan that was dropped may be on its way from pinned memory, which is given to the next
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    # On the host, so that they need not be read.
+    starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
+    wrapper.plan(starts, key_starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
+    copied.record()
+    return wrapper
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+    """Memory that the packs of a device take turns with, and what marks that the latest plan is on it."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device), torch.cuda.Event()

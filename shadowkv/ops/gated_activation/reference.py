@@ -1,0 +1,31 @@
+"""activation(gate) * up in PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+ALPHA = 1.702
+"""Factor within the sigmoid of ``clamped_silu``, which makes it close to GELU (arXiv:1606.08415)."""
+
+LIMIT = 7.0
+"""With ``clamped_silu`` gates are at most this, and up is between minus this and this."""
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """[..., 2n], gate before up -> [..., n].
+
+    Args:
+        activation: ``silu``; ``gelu_pytorch_tanh``, GELU by its approximation with tanh (arXiv:1606.08415); or
+            ``clamped_silu``, gpt-oss's, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
+            (arXiv:2508.10925).
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_pytorch_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation == "clamped_silu":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * (gate * (ALPHA * gate).sigmoid())
+    raise ValueError(f"activation {activation!r} is not silu, gelu_pytorch_tanh or clamped_silu")

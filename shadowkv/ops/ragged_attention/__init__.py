@@ -1,1 +1,0 @@
-"""Prefill attention of new sequences that are packed one after the other."""

@@ -1,0 +1,94 @@
+"""The references of all ops, whose signatures their backends share."""
+
+from __future__ import annotations
+
+from shadowkv.ops.add_rms_norm.reference import add_rms_norm
+from shadowkv.ops.add_sinks.reference import add_sinks
+from shadowkv.ops.append_block.reference import append_block
+from shadowkv.ops.append_tokens.reference import append_tokens
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.attend_blocks.reference import attend_blocks
+from shadowkv.ops.attend_coded.reference import attend_coded
+from shadowkv.ops.attend_selected.reference import attend_selected
+from shadowkv.ops.choose_experts.reference import choose_experts
+from shadowkv.ops.chunk_mean_scores.reference import chunk_mean_scores
+from shadowkv.ops.decode_layers.reference import decode_layers
+from shadowkv.ops.dense_attention.reference import dense_attention
+from shadowkv.ops.dequantise_rows.reference import dequantise_rows
+from shadowkv.ops.fetch_chunks.reference import fetch_chunks
+from shadowkv.ops.find_outliers.reference import find_outliers
+from shadowkv.ops.gated_activation.reference import gated_activation
+from shadowkv.ops.gather_context.reference import gather_context
+from shadowkv.ops.grouped_matmul.reference import grouped_matmul
+from shadowkv.ops.grouped_quantised_matmul.reference import grouped_quantised_matmul
+from shadowkv.ops.low_rank_basis.reference import low_rank_basis
+from shadowkv.ops.merge_attention.reference import merge_attention
+from shadowkv.ops.min_max_scores.reference import min_max_scores
+from shadowkv.ops.paged_attention.reference import paged_attention
+from shadowkv.ops.paged_window_attention.reference import paged_window_attention
+from shadowkv.ops.project_latents.reference import project_latents
+from shadowkv.ops.quantise_rows.reference import quantise_rows
+from shadowkv.ops.quantise_tokens.reference import quantise_tokens
+from shadowkv.ops.quantised_matmul.reference import quantised_matmul
+from shadowkv.ops.rebuild_rows.reference import rebuild_rows
+from shadowkv.ops.rms_norm.reference import rms_norm
+from shadowkv.ops.sample_tokens.reference import sample_tokens
+from shadowkv.ops.scaled_matmul.reference import scaled_matmul
+from shadowkv.ops.select_blocks.reference import select_blocks
+from shadowkv.ops.select_by_sketch.reference import select_by_sketch
+from shadowkv.ops.select_top_chunks.reference import select_top_chunks
+from shadowkv.ops.sign_scores.reference import sign_scores
+from shadowkv.ops.sketch_keys.reference import sketch_keys
+from shadowkv.ops.sketch_queries.reference import sketch_queries
+from shadowkv.ops.sort_by_expert.reference import sort_by_expert
+from shadowkv.ops.sum_experts.reference import sum_experts
+from shadowkv.ops.whiten_rows.reference import whiten_rows
+from shadowkv.ops.write_rows.reference import write_rows
+
+
+class References:
+    """Every op as an attribute, in the order of their names: its reference, until a faster backend takes its place."""
+
+    def __init__(self) -> None:
+        self.add_rms_norm = add_rms_norm
+        self.add_sinks = add_sinks
+        self.append_block = append_block
+        self.append_tokens = append_tokens
+        self.apply_rope = apply_rope
+        self.attend_blocks = attend_blocks
+        self.attend_coded = attend_coded
+        self.attend_selected = attend_selected
+        self.choose_experts = choose_experts
+        self.chunk_mean_scores = chunk_mean_scores
+        self.decode_layers = decode_layers
+        self.dense_attention = dense_attention
+        self.dequantise_rows = dequantise_rows
+        self.fetch_chunks = fetch_chunks
+        self.find_outliers = find_outliers
+        self.gated_activation = gated_activation
+        self.gather_context = gather_context
+        self.grouped_matmul = grouped_matmul
+        self.grouped_quantised_matmul = grouped_quantised_matmul
+        self.low_rank_basis = low_rank_basis
+        self.merge_attention = merge_attention
+        self.min_max_scores = min_max_scores
+        self.paged_attention = paged_attention
+        self.paged_window_attention = paged_window_attention
+        self.project_latents = project_latents
+        self.quantise_rows = quantise_rows
+        self.quantise_tokens = quantise_tokens
+        self.quantised_matmul = quantised_matmul
+        self.rebuild_rows = rebuild_rows
+        self.rms_norm = rms_norm
+        self.sample_tokens = sample_tokens
+        self.scaled_matmul = scaled_matmul
+        self.select_blocks = select_blocks
+        self.select_by_sketch = select_by_sketch
+        self.select_top_chunks = select_top_chunks
+        self.sign_scores = sign_scores
+        self.sketch_keys = sketch_keys
+        self.sketch_queries = sketch_queries
+        self.sort_by_expert = sort_by_expert
+        self.sum_experts = sum_experts
+        self.whiten_rows = whiten_rows
+        self.write_rows = write_rows

@@ -1,1 +1,0 @@
-"""The gate of a SwiGLU MLP (arXiv:2002.05202)."""
