@@ -8,16 +8,16 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.spec import LayerSpec, projection
 
 GATES = {"silu": "silu_mul", "clamped_silu": "clamped_silu_mul", "gelu_pytorch_tanh": "gelu_mul"}
-"""The op that multiplies by the activation of a gate, by the activation's name."""
+"""The op of a gated activation, by the activation's name."""
 
 
 class MLP(Computing):
     """down(activation(gate(x)) * up(x)), gate and up joined in one matrix product.
 
     Args:
-        spec: of the layer.
+        spec: spec of the layer.
         size: inner width of this rank's part.
-        name: within the layer.
+        name: name of the MLP within the layer.
     """
 
     def __init__(self, spec: LayerSpec, size: int, name: str = "mlp") -> None:
@@ -33,5 +33,5 @@ class MLP(Computing):
         return self.group.sum(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
-        """What this rank adds to the sum over all ranks: [T, D] -> [T, D]."""
+        """This rank's part of the output, before the sum over ranks: [T, D] -> [T, D]."""
         return self.down(getattr(self.ops, self.gate)(self.gate_up(x)))
