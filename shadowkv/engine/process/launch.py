@@ -1,4 +1,5 @@
-"""``EngineProcess``: starts an engine's process and watches it. The HTTP server, ``bench`` and ``eval`` use it."""
+"""``EngineProcess``: starts an engine's process and watches it. The HTTP server and batch runs on
+Ray use it."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ class EngineProcess:
         return facts
 
     def stop(self, seconds: float) -> None:
-        """Ends the process after the current step, or kills it some seconds after ``seconds``. Requests in flight get
-        EngineDead."""
+        """Ends the process after the current step. Kills it ``GRACE_SECONDS`` after ``seconds``, or at once before the
+        engines serve. Requests in flight get EngineDead."""
         self._stopping = True
         for client in self._clients:
             client.stopping = True

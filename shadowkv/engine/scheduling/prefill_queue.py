@@ -161,7 +161,7 @@ class PrefillQueue:
 
     def advance(self, seconds: float) -> tuple[PrefillInFlight, Tensor, list[Tensor]] | None:
         """Continues the last prefill until another piece would take more than ``seconds`` of device time. It may
-        capture the CUDA graph of the step that the prefill's requests will join instead of the last pieces.
+        capture the CUDA graph of the step that the prefill's requests will join instead of the round's last pieces.
 
         Returns the prefill, logits [n, V] and hidden states if it has ended; else None. If it raises, the prefill stays
         in ``in_flight`` until it is dropped.

@@ -54,7 +54,7 @@ class LowRankKeys(KeyPart):
     def with_defaults(cls, settings: Settings, shape: ModelShape) -> Settings:
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024), and 1/2 for H*d < 512, because keys of few kv
         heads are less low-rank. A single kv head shares no subspace with others and keeps all dimensions. The rank is
-        rounded up to a multiple of 32, the size of tensor core operands, but not above H*d."""
+        rounded up to a multiple of 32, because tensor cores take 32 at a time, but not above H*d."""
         if settings.rank is not None:
             return settings
         part = 1 if shape.num_kv_heads == 1 else 1 / 2 if shape.kv_dim < 512 else 5 / 32
