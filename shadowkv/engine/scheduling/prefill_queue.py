@@ -111,7 +111,7 @@ class PrefillQueue:
         return None
 
     def start(self, most_tokens: float = math.inf) -> None:
-        """Starts another prefill if the rules above and the scheduler allow it. Several prompts have at most
+        """Starts another prefill if the rules of this class and the scheduler allow it. Several prompts have at most
         ``most_tokens`` new tokens together."""
         if not self.in_flight:
             rows = self.scheduler.admit(most_tokens=most_tokens)
@@ -160,8 +160,8 @@ class PrefillQueue:
         self.in_flight.remove(prefill)
 
     def advance(self, seconds: float) -> tuple[PrefillInFlight, Tensor, list[Tensor]] | None:
-        """Continues the last prefill until another piece would take more than ``seconds`` of device time. It may
-        capture the CUDA graph of the step that the prefill's requests will join instead of the round's last pieces.
+        """Continues the last prefill until another piece would take more than ``seconds`` of device time. Instead
+        of the round's last pieces, it can capture the CUDA graph of the step that the prefill's requests will join.
 
         Returns the prefill, logits [n, V] and hidden states if it has ended; else None. If it raises, the prefill stays
         in ``in_flight`` until it is dropped.

@@ -309,7 +309,7 @@ class Scheduler:
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
-        """Makes requests whose prefill has ended run. Their sequences can be forked from then on."""
+        """Adds requests whose prefill has ended to the running set. Their sequences can be forked from then on."""
         for running in done:
             self.running.append(running)
             if running.request.prompt is not None:
