@@ -36,8 +36,9 @@ MAX_GRAPHS = 320
 
 EAGER_STEPS = 8
 """Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, and
-all running sequences wait for it. After this many steps, eager steps have cost about as much as a capture, and a shape
-that occurs only briefly costs no capture. Steps are counted and not timed, because all ranks must decide alike."""
+all running sequences wait for it. After this many steps, eager steps have lost about as much time as a capture takes.
+A shape that occurs only briefly costs no capture. Steps are counted and not timed, because all ranks must decide
+alike."""
 
 Function = Callable[[Tensor], Any]
 """The captured function. Its argument is the array of numbers on the device."""
@@ -256,8 +257,8 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """``function``, which joins the other captured streams if it runs out of memory. A capture cannot end
-        before."""
+        """``function``, which joins the other captured streams if it runs out of memory. A capture can end
+        only after that."""
 
         def run(numbers: Tensor) -> Any:
             try:
