@@ -69,5 +69,5 @@ def parse_card(text: str) -> str:
         ends = [known[first:] for first in range(len(known)) if not known[first].endswith("gb")]
         if "".join(words) in {"".join(part) for part in (*ends, known[:1])} - {"rtx"}:
             return name
-    known = ", ".join(CARDS)
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}; for another GPU, set --gpu-memory-gib")
+    known_cards = ", ".join(CARDS)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known_cards}; for another GPU, set --gpu-memory-gib")
