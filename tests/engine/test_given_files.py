@@ -113,4 +113,5 @@ def test_ranks_on_a_cpu_are_warned_about(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr("shadowkv.engine.engine.Engine._build", build)
     with pytest.raises(Stopped):
         opened(tiny, tensor_parallel_size=2)
-    assert ["tensor_parallel_size=2 has no benefit without GPUs" in record.getMessage() for record in caplog.records] == [True]
+    said = ["tensor_parallel_size=2 has no benefit without GPUs" in record.getMessage() for record in caplog.records]
+    assert said == [True]
